@@ -1,0 +1,1 @@
+"""Two plugins for shardrt: the partitioner ``stripes`` and the backend ``metered``."""

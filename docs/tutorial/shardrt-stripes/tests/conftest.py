@@ -1,0 +1,1 @@
+pytest_plugins = ["shardrt.testing.pytest_plugin"]

@@ -1,0 +1,262 @@
+"""Collectives made of point-to-point messages.
+
+Note [Why not Gloo's own collectives]: its reduce-scatter is an all-reduce and a copy, and a large exchange in which
+both sides post the send first runs half duplex, because the note "ready to receive" queues behind the data. Here every
+rank posts all receives before any send, each byte travels once, and runs may be uneven without padding. Messages with
+a tag of their own also keep clear of the numbering of Gloo's collectives: another thread may run DDP on the same
+process group meanwhile.
+
+Note [Rank order]: sums are formed in rank order, 0 + 1 + 2 ..., whoever owns the run. So the result does not depend
+on the partition, and with two ranks it has the bits of any other order. Half-precision runs are summed in float32 and
+rounded once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardrt.comm import Capabilities, Traffic
+from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
+from shardrt.comm.thread import OperationThread, ThreadedWork
+from shardrt.errors import CommunicationError, ConfigError
+from shardrt.protocols import Group, ReduceOp
+
+_FIRST_TAG = 0x5D_0000
+_HALF = (torch.float16, torch.bfloat16)
+Message = tuple[int, torch.Tensor]
+"""A peer's rank and what to send to it or where to receive from it."""
+
+
+class GlooCommunicator:
+    """See :class:`shardrt.protocols.Communicator`. ``chunk_mb`` bounds the memory that a reduction needs per peer."""
+
+    name = "gloo"
+    capabilities = Capabilities(concurrent=True)
+
+    def __init__(self, group: Group, *, chunk_mb: float = 4.0) -> None:
+        if not chunk_mb > 0:
+            raise ConfigError(f"gloo option chunk_mb must be above 0, got {chunk_mb!r}")
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.traffic = Traffic()
+        self._group = group
+        self._tag = _FIRST_TAG + group.number
+        self._chunk_bytes = int(chunk_mb * 2**20)
+        self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
+        self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        self._thread = OperationThread(
+            name=f"shardrt-gloo-{group.number}", rank=group.rank, timeout=group.timeout, control=group.control
+        )
+
+    def reduce_scatter(
+        self,
+        buffer: torch.Tensor,
+        splits: Sequence[int],
+        *,
+        output: torch.Tensor | None = None,
+        average: bool = False,
+    ) -> ThreadedWork:
+        """Sum or average each run onto its owner."""
+        check_runs("reduce_scatter", buffer, splits, self.world_size, self.rank, output=output)
+        check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
+        runs = buffer.split(list(splits))
+        result = runs[self.rank] if output is None else output
+        return self._thread.submit(
+            "reduce_scatter", lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average)
+        )
+
+    def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
+        """Copy each run from its owner to everyone."""
+        check_runs("all_gather", buffer, splits, self.world_size, self.rank)
+        runs = buffer.split(list(splits))
+        return self._thread.submit("all_gather", lambda: self._spread_runs("all_gather", runs))
+
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:
+        """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
+        check_flat("all_reduce", buffer, self.rank)
+        check_reduction("all_reduce", buffer, op, average, self.rank)
+        return self._all_reduce("all_reduce", buffer, op, average)
+
+    def all_to_all(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> ThreadedWork:
+        """Exchange pairwise."""
+        check_all_to_all(received, sent, self.world_size, self.rank)
+
+        def run() -> None:
+            received[self.rank].copy_(sent[self.rank])
+            self._exchange(
+                "all_to_all",
+                sends=[(peer, sent[peer]) for peer in self._peers],
+                receives=[(peer, received[peer]) for peer in self._peers],
+            )
+
+        return self._thread.submit("all_to_all", run)
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> ThreadedWork:
+        """Down a binomial tree: each round doubles the ranks that have the data."""
+        check_flat("broadcast", buffer, self.rank)
+        check_source("broadcast", source, self.world_size, self.rank)
+        return self._thread.submit("broadcast", lambda: self._broadcast(buffer, source))
+
+    def barrier(self) -> None:
+        """An all-reduce of one element."""
+        self._all_reduce("barrier", torch.zeros(1), "sum", False).wait()
+
+    def exchange(self, topic: str, value: Any) -> list[Any]:
+        """Small JSON values, over the control channel."""
+        return self._group.control.exchange(topic, value)
+
+    def close(self) -> None:
+        """End the thread; the process group stays."""
+        self._thread.close()
+
+    def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
+        share, rest = divmod(buffer.numel(), self.world_size)
+        runs = buffer.split([share + (rank < rest) for rank in range(self.world_size)])
+
+        def run() -> None:
+            self._reduce_runs(operation, runs, runs[self.rank], op, average)
+            self._spread_runs(operation, runs)
+
+        return self._thread.submit(operation, run)
+
+    def _reduce_runs(
+        self, operation: str, runs: Sequence[torch.Tensor], result: torch.Tensor, op: ReduceOp, average: bool
+    ) -> None:
+        chunk = max(1, self._chunk_bytes // result.element_size())
+        own = runs[self.rank]
+        steps = -(-max((run.numel() for run in runs), default=0) // chunk)
+        # Two sets of arrival buffers: the next chunk travels while this one is added up.
+        under_way: list[Callable[[], None]] = []
+        for step in range(steps):
+            part = slice(step * chunk, (step + 1) * chunk)
+            arrivals = [buffer[: own[part].numel()] for buffer in self._arrival_buffers(own, chunk)[step % 2]]
+            finish = self._post(
+                operation,
+                sends=[(peer, runs[peer][part]) for peer in self._peers],
+                receives=list(zip(self._peers, arrivals, strict=True)),
+            )
+            under_way.append(self._then_combine(finish, arrivals, own[part], result[part], op, average))
+            if len(under_way) == 2:
+                under_way.pop(0)()
+        for finish in under_way:
+            finish()
+
+    def _arrival_buffers(self, like: torch.Tensor, chunk: int) -> list[list[torch.Tensor]]:
+        needed = min(chunk, like.numel())
+        kept = self._arrivals.get(like.dtype)
+        if kept is None or (self._peers and kept[0][0].numel() < needed):
+            kept = [[like.new_empty(needed) for _ in self._peers] for _ in range(2)]
+            self._arrivals[like.dtype] = kept
+        return kept
+
+    def _then_combine(
+        self,
+        finish: Callable[[], None],
+        arrivals: Sequence[torch.Tensor],
+        own: torch.Tensor,
+        result: torch.Tensor,
+        op: ReduceOp,
+        average: bool,
+    ) -> Callable[[], None]:
+        def run() -> None:
+            finish()
+            if own.numel():
+                self._combine(arrivals, own, result, op, average)
+
+        return run
+
+    def _combine(
+        self, arrivals: Sequence[torch.Tensor], own: torch.Tensor, result: torch.Tensor, op: ReduceOp, average: bool
+    ) -> None:
+        in_rank_order = [*arrivals[: self.rank], own, *arrivals[self.rank :]]
+        total = self._float32_sum(result) if result.dtype in _HALF and op == "sum" else result
+        if len(in_rank_order) == 1:
+            total.copy_(own)
+        elif total.dtype == result.dtype:
+            join = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+            # The own run may be the result itself: it must be read before, or in the moment in which, it is written.
+            first = arrivals[0] if self.rank > 1 else total
+            join(in_rank_order[0], in_rank_order[1], out=first)
+            for index, addend in enumerate(in_rank_order[2:], start=2):
+                into = total if index >= self.rank else first
+                join(first, addend, out=into)
+                first = into
+        else:
+            total.copy_(in_rank_order[0])
+            for addend in in_rank_order[1:]:
+                total.add_(addend)
+        if average:
+            exact = total.is_floating_point() or total.is_complex()
+            total.div_(self.world_size, rounding_mode=None if exact else "floor")
+        if total is not result:
+            result.copy_(total)
+
+    def _float32_sum(self, like: torch.Tensor) -> torch.Tensor:
+        kept = self._sums.get(like.dtype)
+        if kept is None or kept.numel() < like.numel():
+            kept = self._sums[like.dtype] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return kept[: like.numel()]
+
+    def _spread_runs(self, operation: str, runs: Sequence[torch.Tensor]) -> None:
+        self._exchange(
+            operation,
+            sends=[(peer, runs[self.rank]) for peer in self._peers],
+            receives=[(peer, runs[peer]) for peer in self._peers],
+        )
+
+    def _broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        relative = (self.rank - source) % self.world_size
+        for distance in _doublings(self.world_size):
+            if relative < distance and relative + distance < self.world_size:
+                self._exchange("broadcast", sends=[((self.rank + distance) % self.world_size, buffer)], receives=[])
+            elif distance <= relative < 2 * distance:
+                self._exchange("broadcast", sends=[], receives=[((self.rank - distance) % self.world_size, buffer)])
+
+    def _exchange(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._post(operation, sends=sends, receives=receives)()
+
+    def _post(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
+        """Start all messages, receives first; the returned call waits for them."""
+        pg = self._group.process_group
+        posted: list[tuple[int, str, Any]] = []
+        sent = received = 0
+        for peer, tensor in receives:
+            if tensor.numel():
+                posted.append((peer, "from", dist.irecv(tensor, group=pg, group_src=peer, tag=self._tag)))
+                received += tensor.nbytes
+        for peer, tensor in sends:
+            if tensor.numel():
+                posted.append((peer, "to", dist.isend(tensor, group=pg, group_dst=peer, tag=self._tag)))
+                sent += tensor.nbytes
+        self.traffic.count(operation, sent=sent, received=received)
+        return lambda: self._finish(operation, posted)
+
+    def _finish(self, operation: str, posted: Sequence[tuple[int, str, Any]]) -> None:
+        deadline = time.monotonic() + self._group.timeout
+        for peer, direction, work in posted:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"rank {self.rank}: {operation} {direction} rank {peer} failed or took longer than "
+                    f"{self._group.timeout:g} s: {_first_line(error)}; see why rank {peer} ended or is stuck, or raise "
+                    "Runtime(timeout=...)"
+                ) from error
+        self._thread.note_progress()
+
+
+def _doublings(limit: int) -> Iterator[int]:
+    return itertools.takewhile(lambda distance: distance < limit, (2**power for power in itertools.count()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

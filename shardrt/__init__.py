@@ -1,0 +1,56 @@
+"""shardrt: a plugin-based, backend-agnostic sharding runtime for PyTorch training.
+
+Importing this package is cheap: torch is loaded when :class:`Runtime` is first asked for, so that plugins and tools
+can look around without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt.errors import ShardrtError
+from shardrt.plan import Bucket, ParamSpec, Partition, Plan, Shard
+from shardrt.protocols import Availability, Group, PartitionRequest
+from shardrt.registry import (
+    HOOK_VERSION,
+    BackendRecord,
+    PartitionerRecord,
+    ScheduleRecord,
+    StateFormatRecord,
+    hookimpl,
+    load_registry,
+)
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HOOK_VERSION",
+    "Availability",
+    "BackendRecord",
+    "Bucket",
+    "Group",
+    "ParamSpec",
+    "Partition",
+    "PartitionRequest",
+    "PartitionerRecord",
+    "Plan",
+    "Runtime",
+    "ScheduleRecord",
+    "Shard",
+    "ShardrtError",
+    "StateFormatRecord",
+    "__version__",
+    "hookimpl",
+    "load_registry",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Runtime":
+        from shardrt.runtime import Runtime
+
+        return Runtime
+    raise AttributeError(f"module 'shardrt' has no attribute {name!r}")

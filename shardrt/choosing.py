@@ -1,0 +1,159 @@
+"""From names, mappings and instances to the plugins in use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from shardrt.comm.availability import choose_backend, require_available
+from shardrt.comm.membership import Membership, check_group_fits
+from shardrt.config import Choice
+from shardrt.errors import ConfigError
+from shardrt.protocols import Communicator, Group, Partitioner, Schedule
+from shardrt.registry import BackendRecord, Registry
+
+
+@attrs.frozen(kw_only=True)
+class ChosenBackend:
+    """A backend by its record, or a communicator that the user made."""
+
+    name: str
+    record: BackendRecord | None
+    make: Callable[[Group], Communicator]
+    reason: str
+
+
+@attrs.frozen(kw_only=True)
+class Chosen:
+    """The three plugins of a runtime, and how each was chosen, in a form that ranks can compare."""
+
+    partitioner: Partitioner
+    schedule: Schedule
+    backend: ChosenBackend
+    described: Mapping[str, Any]
+
+    @property
+    def backend_record(self) -> BackendRecord | None:
+        """The backend's record; None for a communicator that the user made."""
+        return self.backend.record
+
+    @property
+    def reason(self) -> str:
+        """Why this backend."""
+        return self.backend.reason
+
+    def make_communicator(self, group: Group) -> Communicator:
+        """The communicator of the chosen backend."""
+        return self.backend.make(group)
+
+
+def choose(
+    registry: Registry,
+    membership: Membership,
+    *,
+    partitioner: Any,
+    backend: Any,
+    schedule: Any,
+    device_type: str,
+) -> Chosen:
+    """Look everything up, and refuse what cannot run here."""
+    chosen = _choose_backend(registry, membership, backend, device_type)
+    return Chosen(
+        partitioner=_make("partitioner", partitioner, registry.partitioners.get, Partitioner),
+        schedule=_make("schedule", schedule, registry.schedules.get, Schedule),
+        backend=chosen,
+        described={
+            "partitioner": _described(partitioner),
+            "schedule": _described(schedule),
+            "backend": {**_described(backend), "chosen": chosen.name},
+        },
+    )
+
+
+def _make(kind: str, given: Any, find: Callable[[str], Any], protocol: type) -> Any:
+    if not isinstance(given, (str, Mapping, Choice)):
+        if not isinstance(given, protocol) or isinstance(given, type):
+            raise ConfigError(
+                f"{kind}={given!r} is neither a name nor a {kind}; a {kind} has {_members(protocol)}: "
+                "see shardrt.protocols"
+            )
+        return given
+    choice = Choice.parse(kind, given)
+    return call_factory(kind, choice, find(choice.name).factory)
+
+
+def call_factory(kind: str, choice: Choice, factory: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a plugin's factory with the user's options; an option it does not take is a clear error."""
+    try:
+        inspect.signature(factory).bind(*arguments, **choice.options)
+    except TypeError as error:
+        taken = list(inspect.signature(factory).parameters)[len(arguments) :]
+        raise ConfigError(
+            f"{kind} {choice.name!r} does not take these options: {error}; "
+            + (f"it takes: {', '.join(taken)}" if taken else "it takes none")
+        ) from error
+    return factory(*arguments, **choice.options)
+
+
+def _choose_backend(registry: Registry, membership: Membership, given: Any, device_type: str) -> ChosenBackend:
+    if isinstance(given, BackendRecord):
+        return _from_record(given, Choice(name=given.name), membership, "the record it was given")
+    if not isinstance(given, (str, Mapping, Choice)):
+        return _from_instance(given, membership)
+    choice = Choice.parse("backend", given)
+    if choice.name == "auto":
+        records = [entry.record for entry in registry.backends]
+        record, reason = choose_backend(records, device_type, membership.world_size)
+    else:
+        record, reason = registry.backends.get(device_type, choice.name), f"{choice.name} was asked for by name"
+        require_available(record)
+    return _from_record(record, attrs.evolve(choice, name=record.name), membership, reason)
+
+
+def _from_record(record: BackendRecord, choice: Choice, membership: Membership, reason: str) -> ChosenBackend:
+    smallest, largest = record.world_sizes
+    if membership.world_size < smallest or (largest is not None and membership.world_size > largest):
+        limits = f"at least {smallest}" if largest is None else f"{smallest} to {largest}"
+        raise ConfigError(
+            f"backend {record.name!r} takes {limits} ranks, but there are {membership.world_size} "
+            f"({membership.origin}); choose another, or backend='auto'"
+        )
+    check_group_fits(membership.process_group, record, membership.origin)
+    if membership.world_size > 1 and record.process_group is None and membership.process_group is None:
+        reason += "; it brings its own connections"
+    return ChosenBackend(
+        name=record.name,
+        record=record,
+        make=lambda group: call_factory("backend", choice, record.factory, group),
+        reason=reason,
+    )
+
+
+def _from_instance(given: Any, membership: Membership) -> ChosenBackend:
+    if isinstance(given, type) or not isinstance(given, Communicator):
+        raise ConfigError(
+            f"backend={given!r} is neither a name, a BackendRecord nor a communicator; a communicator has "
+            f"{_members(Communicator)}: see shardrt.protocols"
+        )
+    if (given.rank, given.world_size) != (membership.rank, membership.world_size):
+        raise ConfigError(
+            f"the communicator is rank {given.rank} of {given.world_size}, but this process is rank "
+            f"{membership.rank} of {membership.world_size} ({membership.origin}); make it for the same group"
+        )
+    name = str(getattr(given, "name", type(given).__name__))
+    return ChosenBackend(name=name, record=None, make=lambda _: given, reason=f"the {name} it was given")
+
+
+def _described(given: Any) -> dict[str, Any]:
+    if isinstance(given, (str, Mapping, Choice)):
+        return Choice.parse("plugin", given).to_json()
+    kind = type(given)
+    return {"name": str(getattr(given, "name", "")), "class": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _members(protocol: type) -> str:
+    names = [name for name in (*vars(protocol).get("__annotations__", {}), *vars(protocol)) if not name.startswith("_")]
+    return ", ".join(dict.fromkeys(names))

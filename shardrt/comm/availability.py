@@ -1,0 +1,87 @@
+"""Whether a backend can run here, and which one ``auto`` takes: answered while the runtime is built, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from shardrt.errors import BackendUnavailableError
+from shardrt.registry.probing import probe
+
+if TYPE_CHECKING:
+    from shardrt.registry.records import BackendRecord
+
+
+def require_available(record: BackendRecord) -> None:
+    """Raise :class:`~shardrt.errors.BackendUnavailableError` with reason and fix unless the backend can run here.
+
+    Example:
+        >>> from shardrt import Availability, BackendRecord
+        >>> from shardrt.comm import require_available
+        >>> record = BackendRecord(name="foo", device_type="bar", summary="foo over bar", factory=object,
+        ...                        probe=lambda: Availability.no("there is no bar", fix="plug one in"))
+        >>> require_available(record)
+        Traceback (most recent call last):
+        shardrt.errors.BackendUnavailableError: backend 'foo' (device bar) is unavailable: there is no bar; fix: plug one in
+    """  # noqa: E501
+    answer = probe(record)
+    if not answer.ok:
+        raise BackendUnavailableError(
+            f"backend {record.name!r} (device {record.device_type}) is unavailable: {answer.reason}"
+            + (f"; fix: {answer.fix}" if answer.fix else "")
+        )
+
+
+def choose_backend(records: Iterable[BackendRecord], device_type: str, world_size: int) -> tuple[BackendRecord, str]:
+    """What ``auto`` means: the available backend of the highest priority for the device, and why in one line.
+
+    Priority 0 and below is never taken. Records are asked from the highest priority down and no further than needed.
+
+    Example:
+        >>> from shardrt import BackendRecord
+        >>> from shardrt.comm import choose_backend
+        >>> records = [
+        ...     BackendRecord(name="gloo", summary="sockets", factory=object, priority=10),
+        ...     BackendRecord(name="nccl", device_type="cuda", summary="NVIDIA", factory=object, priority=100),
+        ... ]
+        >>> choose_backend(records, "cpu", 2)[1]
+        'auto chose gloo for cpu with 2 ranks: the only one that fits; nccl not considered: for cuda'
+    """
+    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    passed_over: list[str] = []
+    chosen: BackendRecord | None = None
+    lower: list[str] = []
+    for record in sorted(records, key=lambda record: (-record.priority, record.key)):
+        if chosen is not None and _fits(record, device_type, world_size) is None:
+            lower.append(f"{record.name} ({record.priority})")
+            continue
+        why_not = _fits(record, device_type, world_size)
+        if why_not is None:
+            answer = probe(record)
+            if answer.ok:
+                chosen = record
+                continue
+            why_not = f"unavailable: {answer.reason}" + (f"; fix: {answer.fix}" if answer.fix else "")
+        passed_over.append(f"{record.name} {why_not}")
+    if chosen is None:
+        listed = "".join(f"\n  {line}" for line in passed_over) or "\n  (no backend is installed)"
+        raise BackendUnavailableError(
+            f"auto found no backend for {device_type} with {ranks}; of those installed:{listed}\n"
+            "fix: follow one of these, or name a backend with backend=..."
+        )
+    reason = f"priority {chosen.priority}, before {', '.join(lower)}" if lower else "the only one that fits"
+    tail = "".join(f"; {line}" for line in passed_over)
+    return chosen, f"auto chose {chosen.name} for {device_type} with {ranks}: {reason}{tail}"
+
+
+def _fits(record: BackendRecord, device_type: str, world_size: int) -> str | None:
+    """Why not, or None if nothing but its availability is in question."""
+    if record.device_type not in ("*", device_type):
+        return f"not considered: for {record.device_type}"
+    if record.priority <= 0:
+        return "not considered: only taken by name"
+    smallest, largest = record.world_sizes
+    if world_size < smallest or (largest is not None and world_size > largest):
+        limits = f"at least {smallest}" if largest is None else f"{smallest} to {largest}"
+        return f"not considered: takes {limits} ranks"
+    return None

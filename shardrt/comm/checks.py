@@ -1,0 +1,144 @@
+"""Arguments of collectives, checked before any byte moves: a mistake on one rank must not become a hang on another.
+
+Every backend may call these; all raise :class:`~shardrt.errors.ConfigError` and touch nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def check_flat(operation: str, buffer: Tensor, rank: int, *, what: str = "buffer") -> None:
+    """The buffer has one dimension and no holes.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_flat
+        >>> check_flat("broadcast", torch.zeros(2, 2), rank=0)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: broadcast on rank 0: buffer must be flat, got shape (2, 2); pass tensor.view(-1)
+    """
+    if buffer.dim() != 1:
+        raise ConfigError(
+            f"{operation} on rank {rank}: {what} must be flat, got shape {tuple(buffer.shape)}; pass tensor.view(-1)"
+        )
+    if not buffer.is_contiguous():
+        raise ConfigError(
+            f"{operation} on rank {rank}: {what} must be contiguous, got stride {buffer.stride()}; "
+            f"results are written in place, so copy into a contiguous tensor first"
+        )
+
+
+def check_runs(
+    operation: str,
+    buffer: Tensor,
+    splits: Sequence[int],
+    world_size: int,
+    rank: int,
+    *,
+    output: Tensor | None = None,
+) -> None:
+    """The buffer is flat, the splits are one run per rank that fill it, and an output has the size of the own run.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_runs
+        >>> check_runs("all_gather", torch.zeros(5), [2, 3], world_size=2, rank=0)
+        >>> check_runs("all_gather", torch.zeros(5), [2, 2], world_size=2, rank=0)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: all_gather on rank 0: splits [2, 2] add up to 4, the buffer has 5 elements
+    """
+    check_flat(operation, buffer, rank)
+    found = list(splits)
+    if len(found) != world_size:
+        raise ConfigError(
+            f"{operation} on rank {rank}: splits must have one entry per rank, got {len(found)} for {world_size} ranks"
+        )
+    if any(size < 0 for size in found):
+        raise ConfigError(f"{operation} on rank {rank}: splits must not be negative, got {found}")
+    if sum(found) != buffer.numel():
+        raise ConfigError(
+            f"{operation} on rank {rank}: splits {found} add up to {sum(found)}, "
+            f"the buffer has {buffer.numel()} elements"
+        )
+    if output is None:
+        return
+    check_flat(operation, output, rank, what="output")
+    if (output.numel(), output.dtype) != (found[rank], buffer.dtype):
+        raise ConfigError(
+            f"{operation} on rank {rank}: output has {output.numel()} elements of {output.dtype}, "
+            f"the own run has {found[rank]} of {buffer.dtype}"
+        )
+
+
+def check_source(operation: str, source: int, world_size: int, rank: int) -> None:
+    """The source is a rank of the group.
+
+    Example:
+        >>> from shardrt.comm.checks import check_source
+        >>> check_source("broadcast", 2, world_size=2, rank=0)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: broadcast on rank 0: source 2 is no rank of this group, whose ranks are 0 to 1
+    """
+    if not 0 <= source < world_size:
+        raise ConfigError(
+            f"{operation} on rank {rank}: source {source} is no rank of this group, "
+            f"whose ranks are 0 to {world_size - 1}"
+        )
+
+
+def check_reduction(operation: str, buffer: Tensor, op: str, average: bool, rank: int) -> None:
+    """The reduction is one there is, and has an answer in the buffer's dtype.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_reduction
+        >>> check_reduction("all_reduce", torch.zeros(2), "max", average=True, rank=0)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: all_reduce on rank 0: only a sum can be averaged, got op='max' with average=True
+    """
+    if op not in ("sum", "max", "min"):
+        raise ConfigError(f"{operation} on rank {rank}: unknown op {op!r}; there are 'sum', 'max' and 'min'")
+    if average and op != "sum":
+        raise ConfigError(f"{operation} on rank {rank}: only a sum can be averaged, got op={op!r} with average=True")
+    if average and not (buffer.is_floating_point() or buffer.is_complex()):
+        raise ConfigError(
+            f"{operation} on rank {rank}: an average of {buffer.dtype} has no exact answer; "
+            f"sum and divide as you mean it, or use a floating point dtype"
+        )
+    if op != "sum" and buffer.is_complex():
+        raise ConfigError(f"{operation} on rank {rank}: complex numbers have no {op}, got {buffer.dtype}")
+
+
+def check_all_to_all(received: Sequence[Tensor], sent: Sequence[Tensor], world_size: int, rank: int) -> None:
+    """One flat tensor per rank both ways, of one dtype, and what a rank sends itself fits.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_all_to_all
+        >>> check_all_to_all([torch.zeros(1)], [torch.zeros(1)], world_size=2, rank=1)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: all_to_all on rank 1: got 1 tensors to receive and 1 to send; needs one per rank: 2
+    """
+    if len(received) != world_size or len(sent) != world_size:
+        raise ConfigError(
+            f"all_to_all on rank {rank}: got {len(received)} tensors to receive and {len(sent)} to send; "
+            f"needs one per rank: {world_size}"
+        )
+    for peer in range(world_size):
+        check_flat("all_to_all", received[peer], rank, what=f"received[{peer}]")
+        check_flat("all_to_all", sent[peer], rank, what=f"sent[{peer}]")
+    dtypes = {str(tensor.dtype) for tensor in (*received, *sent)}
+    if len(dtypes) > 1:
+        raise ConfigError(f"all_to_all on rank {rank}: all tensors must share one dtype, got {sorted(dtypes)}")
+    if received[rank].numel() != sent[rank].numel():
+        raise ConfigError(
+            f"all_to_all on rank {rank}: sends itself {sent[rank].numel()} elements, "
+            f"but has room for {received[rank].numel()}"
+        )

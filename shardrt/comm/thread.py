@@ -1,0 +1,119 @@
+"""One thread per communicator that runs its operations in the order in which they were issued.
+
+Note [One issuing order]: peers match operations by order, so all ranks must issue them in one order. A queue served
+by a single thread keeps the order of the calls whatever finishes first, and lets the caller go on computing. Two
+streams of operations that need no common order use two communicators.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from shardrt.errors import CommunicationError, ShardrtError
+from shardrt.protocols import ControlChannel
+
+_LOOK_FOR_FAILURES_SECONDS = 0.5
+_GRACE_SECONDS = 5.0
+"""How much longer than the operation's own timeout a waiter stays, to hear the operation's own, better error."""
+
+
+class ThreadedWork:
+    """An operation queued on an :class:`OperationThread`."""
+
+    def __init__(self, owner: OperationThread, operation: str) -> None:
+        self.operation = operation
+        self.error: BaseException | None = None
+        self._owner = owner
+        self._done = threading.Event()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called by the thread: wake whoever waits."""
+        self.error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """See :class:`shardrt.protocols.Work`."""
+        if not self._done.is_set():
+            self._owner.wait_for(self._done, self.operation)
+        if self.error is not None:
+            raise self.error
+
+
+class OperationThread:
+    """Runs operations one after the other; after the first failure every further one fails at once, saying why."""
+
+    def __init__(self, *, name: str, rank: int, timeout: float, control: ControlChannel) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self._control = control
+        self._queue: SimpleQueue[tuple[ThreadedWork, Callable[[], None]] | None] = SimpleQueue()
+        self._broken: BaseException | None = None
+        self._progress = time.monotonic()
+        self._closed = False
+        self._given_up = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: str, run: Callable[[], None]) -> ThreadedWork:
+        """Queue an operation."""
+        if self._closed:
+            raise CommunicationError(f"rank {self._rank}: {operation} on a communicator that was closed")
+        work = ThreadedWork(self, operation)
+        self._queue.put((work, run))
+        return work
+
+    def note_progress(self) -> None:
+        """Called from inside a long operation: something has arrived, so waiting on is worth while."""
+        self._progress = time.monotonic()
+
+    def wait_for(self, done: threading.Event, operation: str) -> None:
+        """Block until the event is set, a peer reports a failure, or nothing has moved for the timeout."""
+        started = time.monotonic()
+        while not done.wait(_LOOK_FOR_FAILURES_SECONDS):
+            self._given_up = True  # unless the operation is still worth waiting for after these two looks
+            self._control.raise_if_peer_failed()
+            if time.monotonic() - max(started, self._progress) > self._timeout + _GRACE_SECONDS:
+                raise CommunicationError(
+                    f"rank {self._rank}: {operation} did not finish within {self._timeout:g} s; a peer is stuck or "
+                    "gone; look at the other ranks, or raise Runtime(timeout=...)"
+                )
+            self._given_up = False
+
+    def close(self) -> None:
+        """Let queued operations finish and end the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self._queue.put(None)
+        # A thread stuck in the network layer is left behind: it is a daemon, and its own timeout ends it.
+        self._thread.join(timeout=0.1 if self._given_up or self._broken is not None else self._timeout)
+
+    def _run(self) -> None:
+        import torch
+
+        with torch.no_grad():  # the grad mode is per thread
+            while (item := self._queue.get()) is not None:
+                work, run = item
+                work.finish(self._attempt(work.operation, run))
+                # A closure kept until the next operation arrives would keep its buffers alive.
+                del item, work, run
+
+    def _attempt(self, operation: str, run: Callable[[], None]) -> BaseException | None:
+        if self._broken is not None:
+            return CommunicationError(
+                f"rank {self._rank}: {operation} was not started, since an earlier operation failed: {self._broken}"
+            )
+        self._progress = time.monotonic()
+        try:
+            run()
+        except ShardrtError as error:
+            self._broken = error
+        except Exception as error:
+            self._broken = CommunicationError(f"rank {self._rank}: {operation} failed: {error}")
+            self._broken.__cause__ = error
+        finally:
+            self._progress = time.monotonic()
+        return self._broken

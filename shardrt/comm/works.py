@@ -1,0 +1,66 @@
+"""Small works: one that is finished already, and one that has something left to do when the wires are done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardrt.comm.scratch import Lease
+    from shardrt.protocols import Work
+
+
+class FinishedWork:
+    """Nothing is left to wait for.
+
+    Example:
+        >>> from shardrt.comm.works import FinishedWork
+        >>> FinishedWork().wait()
+    """
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class FollowedWork:
+    """Waits for one or more operations, then runs what follows (divide, unpad, add) exactly once.
+
+    Example:
+        >>> from shardrt.comm.works import FinishedWork, FollowedWork
+        >>> work = FollowedWork([FinishedWork()], then=lambda: print("divided"))
+        >>> work.wait()
+        divided
+        >>> work.wait()
+    """
+
+    def __init__(
+        self, works: Sequence[Work], *, then: Callable[[], None] | None = None, leases: Sequence[Lease] = ()
+    ) -> None:
+        self._works = works
+        self._then = then
+        self._leases = leases
+        self._done = False
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Wait, finish and give the scratch back. Waiting again returns at once, or raises the same failure."""
+        with self._lock:
+            if self._done:
+                return
+            if self._failure is not None:
+                raise self._failure
+            try:
+                for work in self._works:
+                    work.wait()
+                if self._then is not None:
+                    self._then()
+            except Exception as failure:
+                self._failure = failure
+                raise
+            for lease in self._leases:
+                lease.release()
+            # What follows holds views of the caller's buffer and of the scratch: let go of both.
+            self._works, self._then, self._leases = (), None, ()
+            self._done = True

@@ -1,0 +1,88 @@
+"""The user's own optimizer class, at work on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_OWN_KEYS = ("params", "param_names")
+"""What differs between the user's groups and the local ones; everything else is kept equal."""
+
+
+class LocalOptimizer:
+    """An optimizer over shards whose groups mirror the groups the user sees.
+
+    Schedulers write into the user's groups; some optimizers write into their own (a running step size). So values
+    travel in before the step and out after it.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
+        defaults: Mapping[str, Any],
+    ) -> None:
+        self.inner = _construct(optimizer_class, groups, defaults)
+        self.step: Callable[..., Any] = step_without_global_hooks(self.inner)
+
+    def add_group(self, options: Mapping[str, Any], shards: Sequence[torch.Tensor]) -> None:
+        """A group the user added later; a rank may own nothing of it."""
+        self.inner.add_param_group({**options, "params": list(shards)})
+
+    def options(self, index: int) -> dict[str, Any]:
+        """The options of a group, with the class's defaults filled in."""
+        return {key: value for key, value in self.inner.param_groups[index].items() if key not in _OWN_KEYS}
+
+    def take_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Values from the user's groups to the local ones."""
+        for local, user in zip(self.inner.param_groups, groups, strict=True):
+            for key, value in user.items():
+                if key not in _OWN_KEYS:
+                    local[key] = value
+
+    def give_options(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Values that the optimizer itself changed, back to the user's groups."""
+        for local, user in zip(self.inner.param_groups, groups, strict=True):
+            for key, value in local.items():
+                if key not in _OWN_KEYS and user.get(key) is not value:
+                    user[key] = value
+
+
+def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The optimizer's step as its author wrote it.
+
+    torch wraps every class's ``step`` with the hooks that are registered for all optimizers and with a profiler
+    range. The user's optimizer, around this one, has run them already.
+    """
+    step = type(optimizer).step
+    original = getattr(step, "__wrapped__", None)
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if original is None or not getattr(step, "hooked", False) or own_hooks:
+        return optimizer.step
+    bound: Callable[..., Any] = original.__get__(optimizer)
+    return bound
+
+
+def _construct(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
+    defaults: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    filled = [{**options, "params": list(shards)} for options, shards in groups]
+    try:
+        return optimizer_class(filled, **defaults)
+    except Exception:
+        if all(group["params"] for group in filled):
+            raise
+        # Some classes look at the first parameter of each group, and this rank owns nothing of one. An empty
+        # parameter that never gets a gradient stands in. If that is not it, the first error is the right one.
+        stand_ins = [
+            {**group, "params": group["params"] or [torch.nn.Parameter(torch.empty(0, 0))]} for group in filled
+        ]
+        try:
+            return optimizer_class(stand_ins, **defaults)
+        except Exception:
+            pass
+        raise

@@ -1,0 +1,75 @@
+"""What the optimizers of a runtime have in common, on one rank or on many."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardrt.optim.planner import Planner
+from shardrt.plan import Plan
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+
+class ManagedOptimizer(torch.optim.Optimizer):
+    """An optimizer that :meth:`shardrt.Runtime.optimizer` made.
+
+    Example:
+        >>> import shardrt, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with shardrt.Runtime() as rt:
+        ...     opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        ...     model(torch.ones(1, 4)).sum().backward()
+        ...     opt.step()
+        >>> opt.plan.world_size, opt.state_bytes()
+        (1, 40)
+    """
+
+    plan: Plan
+    """What this optimizer's ranks have agreed on."""
+
+    def _prepare(self, runtime: Runtime, planner: Planner, plan: Plan) -> None:
+        self.plan = plan
+        self._runtime = runtime
+        self._planner = planner
+        self._steps = 0
+        self._observers: tuple[Callable[..., object], ...] = runtime.registry.lifecycle("shardrt_step_finished")
+
+    def _finished(self, started: float) -> None:
+        self._steps += 1
+        if self._observers:
+            seconds = time.perf_counter() - started
+            for observe in self._observers:
+                observe(runtime=self._runtime, step=self._steps, seconds=seconds)
+
+    def _local_optimizer(self) -> torch.optim.Optimizer:
+        """The user's class at work on this rank."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank keeps."""
+        return sum(
+            value.numel() * value.element_size()
+            for state in self._local_optimizer().state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    def reduced_gradients(self, wanted: set[torch.Tensor] | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """For clipping: this rank's part of the gradient, and what to scale on this rank.
+
+        ``wanted`` restricts both to some of the parameters.
+        """
+        raise NotImplementedError
+
+    def trains(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter is one of this optimizer's."""
+        return any(tensor is param for group in self.param_groups for param in group["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """On one rank, torch's own format; on several, see :class:`shardrt.optim.sharded.ShardedOptimizer`."""
+        return super().state_dict()

@@ -1,0 +1,75 @@
+"""How far an optimizer's update looks: at one element, at one parameter, or at the whole model.
+
+Only an elementwise optimizer may be handed slices of a parameter. One that nobody vouches for gets whole parameters.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from shardrt.errors import UnsupportedError
+
+
+class Reach(Enum):
+    """What the new value of one element depends on, besides hyperparameters and the step count."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    MODEL = "model"
+
+
+_ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+_WHOLE_MODEL_NAMES = frozenset(
+    {"LBFGS", "Prodigy", "DAdaptAdam", "DAdaptAdaGrad", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"}
+)
+"""Their step size or direction comes from sums over all parameters; a shard of them would silently differ."""
+
+
+def reach_of(optimizer_class: type[torch.optim.Optimizer], elementwise: bool | None = None) -> Reach:
+    """The reach of an optimizer class.
+
+    ``elementwise`` is the user's word. An author's word is the class attribute ``shardrt_elementwise = True``, which
+    counts for that very class: a subclass may well change the update.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.reach import reach_of
+        >>> reach_of(torch.optim.AdamW).value, reach_of(torch.optim.Adafactor).value
+        ('element', 'parameter')
+    """
+    if any(base.__name__ in _WHOLE_MODEL_NAMES for base in optimizer_class.__mro__):
+        return Reach.MODEL
+    if elementwise is None:
+        elementwise = optimizer_class in _ELEMENTWISE or vars(optimizer_class).get("shardrt_elementwise") is True
+    return Reach.ELEMENT if elementwise else Reach.PARAMETER
+
+
+def check_shardable(optimizer_class: type[torch.optim.Optimizer], reach: Reach) -> None:
+    """Refuse, before anything is built, an optimizer that cannot be right on a part of the parameters."""
+    if reach is Reach.MODEL:
+        raise UnsupportedError(
+            f"{optimizer_class.__name__} computes each update from the whole model, so its state cannot be sharded; "
+            "use it on one rank, or choose an optimizer that treats parameters independently"
+        )
+    if issubclass(optimizer_class, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            "SparseAdam updates from sparse gradients, which flat buffers cannot hold; "
+            "use Adam with dense gradients (torch.nn.Embedding(sparse=False))"
+        )

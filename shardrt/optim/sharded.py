@@ -1,0 +1,216 @@
+"""ZeRO-1 as an ordinary ``torch.optim.Optimizer``: each rank keeps the state of its own shards only."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardrt.errors import OptimizerError
+from shardrt.optim.agreement import agree_on_values, optimizer_fields
+from shardrt.optim.engine import BucketEngine, Gradients, OwnedShard
+from shardrt.optim.local import LocalOptimizer
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.params import NamedGroup, NamedParam, check_no_aliases, read_groups
+from shardrt.optim.planner import Planner
+from shardrt.plan import Plan, Shard
+from shardrt.protocols import Communicator, Schedule
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+
+class ShardedOptimizer(ManagedOptimizer):
+    """What :meth:`shardrt.Runtime.optimizer` returns on several ranks.
+
+    ``param_groups`` are the user's, with the whole parameters: schedulers, hooks and ``zero_grad`` see what they
+    always see. ``state`` has this rank's part: whole parameters by themselves, slices by their shard.
+    """
+
+    # torch.amp.GradScaler then leaves the decision to skip to step(), where it can be refused on every rank alike.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        planner: Planner,
+        plan: Plan,
+        groups: Sequence[NamedGroup],
+        defaults: Mapping[str, Any],
+        *,
+        communicator: Communicator,
+        schedule: Schedule,
+        gradients: Gradients,
+    ) -> None:
+        self._prepare(runtime, planner, plan)
+        self.gradients: Gradients = gradients
+        self._communicator = communicator
+        self._schedule = schedule
+        self._params = {param.name: param for group in groups for param in group.params}
+        self._owned: dict[Shard, OwnedShard] = {}
+        self._checked_gradients = False
+        self._local = LocalOptimizer(
+            planner.optimizer_class, [(group.options, self._own_shards_of(group)) for group in groups], defaults
+        )
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks)
+        self._engine: BucketEngine | None = None
+        super().__init__([group.as_torch() for group in groups], dict(self._local.inner.defaults))
+        for index, group in enumerate(self.param_groups):
+            group.update(self._local.options(index))
+        self._build_engine()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, update this rank's shards, gather the parameters.
+
+        A closure is called once, before anything else, as torch's own optimizers do.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        started = time.perf_counter() if self._observers else 0.0
+        if hasattr(self, "found_inf"):
+            raise OptimizerError(
+                "torch.amp.GradScaler cannot drive a sharded optimizer on several ranks: each rank would decide by its "
+                "own gradients whether to skip the step; train in bfloat16, which needs no scaler"
+            )
+        with self._runtime.telling_peers(), torch.no_grad():
+            self._notice_changes()
+            self._schedule.step(self._ready_engine)
+        self._finished(started)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and a reduction of them that clipping has made."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._ready_engine.forget_reduction()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters to train; owners of the earlier ones do not change. Every rank must call it."""
+        if self._engine is None:  # the base class sets itself up
+            super().add_param_group(param_group)
+            return
+        with self._runtime.agreeing("add_param_group") as fields:
+            [group] = read_groups([param_group], first_group=len(self.param_groups), taken=self._params.values())
+            check_no_aliases([*self._params.values(), *group.params])
+            plan = self._planner.extended(self.plan, [param.spec() for param in group.params])
+            fields.update(optimizer_fields(plan, self._planner.optimizer_class, {}, [group], self.gradients))
+        self.plan = plan
+        self._params |= {param.name: param for param in group.params}
+        self._local.add_group(group.options, self._own_shards_of(group))
+        super().add_param_group(group.as_torch())
+        self.param_groups[-1].update(self._local.options(-1))
+        self._build_engine()
+
+    def reduced_gradients(self, wanted: set[torch.Tensor] | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Reduce, if nothing has yet; this rank's shards make up its part of the norm.
+
+        Gradients that came reduced are whole on every rank, and so are all scaled on every rank.
+        """
+        with self._runtime.telling_peers():
+            self._notice_changes()
+            shards = self._ready_engine.reduced_gradients(wanted)
+        if self.gradients != "reduced":
+            return shards, shards
+        tensors = (param.tensor for param in self._params.values())
+        return shards, [t.grad for t in tensors if t.grad is not None and (wanted is None or t in wanted)]
+
+    def broadcast_parameters(self, source: int) -> None:
+        """Give every rank the values of one."""
+        with torch.no_grad():
+            self._ready_engine.broadcast_parameters(source)
+
+    def _local_optimizer(self) -> torch.optim.Optimizer:
+        return self._local.inner
+
+    @property
+    def _ready_engine(self) -> BucketEngine:
+        assert self._engine is not None
+        return self._engine
+
+    def _own_shards_of(self, group: NamedGroup) -> list[torch.nn.Parameter]:
+        found = []
+        for param in group.params:
+            for shard in self.plan.partition.by_param[param.name]:
+                if shard.rank == self._communicator.rank:
+                    owned = OwnedShard(shard=shard, stepped=_parameter_for(param, shard))
+                    self._owned[shard] = owned
+                    found.append(owned.stepped)
+        return found
+
+    def _build_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.remove_hooks()
+        self._engine = BucketEngine(
+            self.plan,
+            self._params,
+            self._communicator,
+            gradients=self.gradients,
+            owned=self._owned,
+            update=self._update_shards,
+        )
+        self._hooks[:] = self._engine.hooks
+        self._tensors = [param.tensor for param in self._params.values()]
+        self._trained = [spec.trainable for spec in self.plan.params]
+        self._runtime.plan_built(self.plan)
+
+    def _update_shards(self) -> None:
+        self._local.take_options(self.param_groups)
+        self._local.step()
+        self._local.give_options(self.param_groups)
+        if len(self.state) != len(self._local.inner.state):
+            self._show_state()
+
+    def _show_state(self) -> None:
+        users: dict[torch.Tensor, torch.Tensor] = {
+            owned.stepped: self._params[owned.shard.param].tensor for owned in self._owned.values()
+        }
+        for stepped, state in self._local.inner.state.items():
+            whole = users.get(stepped)
+            self.state[whole if whole is not None and whole.shape == stepped.shape else stepped] = state
+
+    def _notice_changes(self) -> None:
+        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here.
+        trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
+        if trained != self._trained:
+            self._lay_out_again(trained)
+        self._ready_engine.follow_moved_parameters()
+        if self.gradients == "reduced" and not self._checked_gradients:
+            agree_on_values(
+                self._runtime,
+                "gradients said to be reduced",
+                {name: param.tensor.grad for name, param in self._params.items()},
+                fix="gradients='reduced' says that DDP or the trainer has made them equal on all ranks; if nothing "
+                "has, pass gradients='average'",
+            )
+            self._checked_gradients = True
+
+    def _lay_out_again(self, trained: Sequence[bool]) -> None:
+        """Parameters were frozen or thawed: owners stay, the buckets change."""
+        with self._runtime.agreeing("parameters frozen or thawed") as fields:
+            specs = [param.spec(trainable=flag) for param, flag in zip(self._params.values(), trained, strict=True)]
+            plan = self._planner.relaid(self.plan, specs)
+            fields.update(optimizer_fields(plan, self._planner.optimizer_class, {}, [], self.gradients))
+        self.plan = plan
+        self._build_engine()
+
+
+def _parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
+    """The object the local optimizer holds. Its data is put in place when the buckets are laid out."""
+    tensor = param.tensor.detach()
+    whole = shard.numel == tensor.numel()
+    stepped = torch.nn.Parameter(
+        tensor if whole else tensor.reshape(-1)[shard.start : shard.stop], requires_grad=param.tensor.requires_grad
+    )
+    # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
+    vars(stepped).update(vars(param.tensor))
+    return stepped
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

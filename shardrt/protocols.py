@@ -1,0 +1,227 @@
+"""The plain objects that run once hooks have registered them: partitioner, communicator, schedule, state format.
+
+Plugins implement these by shape: no base class is needed. Nothing here imports torch at run time, so that a plugin
+module can be listed without loading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import attrs
+
+from shardrt.plan.params import ParamSpec
+from shardrt.plan.partition import Partition
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardrt.comm.capabilities import Capabilities
+    from shardrt.comm.traffic import Traffic
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@attrs.frozen(kw_only=True)
+class PartitionRequest:
+    """Everything a partitioner may look at. New fields get defaults, so that older partitioners keep working."""
+
+    params: tuple[ParamSpec, ...]
+    world_size: int
+    whole_parameters: bool = False
+    """The optimizer's update looks at more than one element: parameters must not be cut."""
+    bucket_bytes: int | None = None
+    """The size of the buckets that will travel; ``None`` is one bucket per dtype."""
+    load: tuple[int, ...] = ()
+    """Bytes each rank owns already (a parameter group added later); empty means none."""
+
+
+@runtime_checkable
+class Partitioner(Protocol):
+    """Decides who owns what. Pure and deterministic: the same request gives the same partition on every rank."""
+
+    name: str
+    cuts_parameters: bool
+    """Whether it may give slices of one parameter to several ranks."""
+
+    def partition(self, request: PartitionRequest) -> Partition:
+        """Cover every element of every parameter of the request exactly once."""
+        ...
+
+
+@runtime_checkable
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Block until done; raise :class:`~shardrt.errors.CommunicationError` on failure or after the timeout.
+
+        Waiting again on a finished operation returns at once.
+        """
+        ...
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Moves bytes between the ranks of one group. Ranks here are group ranks, 0 to ``world_size - 1``.
+
+    Every method is called in the same order on all ranks. Buffers are flat, contiguous and changed in place; they
+    must not be touched between the call and the end of ``wait``. ``splits`` are the elements of each rank's run, in
+    rank order; they may be uneven and may be zero, and their sum is the size of the buffer.
+    """
+
+    rank: int
+    world_size: int
+    capabilities: Capabilities
+    traffic: Traffic
+
+    def reduce_scatter(
+        self, buffer: Tensor, splits: Sequence[int], *, output: Tensor | None = None, average: bool = False
+    ) -> Work:
+        """Afterwards ``output`` holds the sum (or average) over all ranks of this rank's run.
+
+        With an ``output`` (flat, of this rank's run's size) the buffer is left as it was; without one the own run
+        of the buffer is the output, and the other runs are undefined afterwards.
+        """
+        ...
+
+    def all_gather(self, buffer: Tensor, splits: Sequence[int]) -> Work:
+        """Afterwards every run holds what its owner had in it."""
+        ...
+
+    def all_reduce(self, buffer: Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
+        """Afterwards the whole buffer holds the reduction over all ranks, the same bits everywhere."""
+        ...
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Work:
+        """Send ``sent[r]`` to each rank ``r`` and fill ``received[r]`` from it; sizes match pairwise."""
+        ...
+
+    def broadcast(self, buffer: Tensor, source: int) -> Work:
+        """Afterwards the buffer holds what the source rank had in it."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        ...
+
+    def exchange(self, topic: str, value: Any) -> list[Any]:
+        """Every rank's small JSON-able value, in rank order. ``topic`` must be the same everywhere."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and handles; the process group belongs to whoever made it."""
+        ...
+
+
+class StepEngine(Protocol):
+    """What a schedule drives: the buckets of one sharded optimizer and the three things to do with each."""
+
+    @property
+    def bucket_count(self) -> int:
+        """Buckets are numbered from 0, in the order in which backward fills them."""
+        ...
+
+    def reduce(self, bucket: int) -> Work:
+        """Start reducing a bucket's gradients onto their owners. A bucket that is already reduced costs nothing."""
+        ...
+
+    def update(self) -> None:
+        """Step the local optimizer over this rank's shards; every bucket must be reduced."""
+        ...
+
+    def gather(self, bucket: int) -> Work:
+        """Start spreading a bucket's new parameters from their owners to everyone."""
+        ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Decides when buckets are reduced, stepped and gathered."""
+
+    name: str
+    bucket_mb: float | None
+    """The bucket size it works best with; ``None`` is one bucket per dtype. ``Runtime(bucket_mb=...)`` overrides it."""
+
+    def step(self, engine: StepEngine) -> None:
+        """One complete update: when this returns, parameters are the same on all ranks."""
+        ...
+
+
+@runtime_checkable
+class StateFormat(Protocol):
+    """Writes and reads named tensors with metadata. Never executes anything found in a file."""
+
+    name: str
+    suffix: str
+
+    def write(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write one file."""
+        ...
+
+    def read(self, path: str) -> tuple[Iterator[tuple[str, Tensor]], Mapping[str, str]]:
+        """The tensors, one at a time, and the metadata of one file."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Availability:
+    """Whether a backend can run here and, if not, why and what would help.
+
+    Example:
+        >>> from shardrt.protocols import Availability
+        >>> Availability.no("torch was built without NCCL", fix="install a CUDA build of torch").ok
+        False
+    """
+
+    ok: bool
+    reason: str = ""
+    fix: str = ""
+
+    @classmethod
+    def yes(cls, reason: str = "") -> Availability:
+        """It can run."""
+        return cls(ok=True, reason=reason)
+
+    @classmethod
+    def no(cls, reason: str, *, fix: str) -> Availability:
+        """It cannot, and this is what would make it."""
+        return cls(ok=False, reason=reason, fix=fix)
+
+
+class ControlChannel(Protocol):
+    """Small JSON-able values between ranks, before and beside the communicator; knows who is missing."""
+
+    rank: int
+    world_size: int
+    number: int
+    """Tells the channels of one store apart: the same on all ranks."""
+
+    def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
+        """Every rank's value, in rank order; an error naming the ranks that did not arrive in time."""
+        ...
+
+    def report_failure(self, error: str) -> None:
+        """Tell the others, who may be waiting for this rank, that it will not come."""
+        ...
+
+    def raise_if_peer_failed(self) -> None:
+        """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """The ranks a communicator serves, as handed to a backend's factory."""
+
+    rank: int
+    world_size: int
+    device_type: str
+    timeout: float
+    """Seconds that any wait may take."""
+    control: ControlChannel
+    process_group: Any = None
+    """A torch process group, or None for a single process."""
+    number: int = 0
+    """Tells the communicators of one process group apart: the same on all ranks, different for each of them."""

@@ -1,0 +1,430 @@
+"""The runtime: plugins chosen, ranks agreed, optimizers made. It never owns the loop, the model or a given group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+import shardrt
+from shardrt.choosing import Chosen, choose
+from shardrt.comm.membership import default_device_type, find_membership, start_group
+from shardrt.comm.negotiate import negotiate
+from shardrt.comm.traffic import Traffic
+from shardrt.config import RuntimeConfig
+from shardrt.errors import ConfigError, OptimizerError, PeerError
+from shardrt.handshake import Field, agreement
+from shardrt.log import rank_logger
+from shardrt.optim.agreement import optimizer_fields
+from shardrt.optim.clip import clip_gradients
+from shardrt.optim.digest import bit_digests
+from shardrt.optim.engine import Gradients
+from shardrt.optim.lone import LoneOptimizer
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
+from shardrt.optim.planner import Planner
+from shardrt.optim.reach import check_shardable, reach_of
+from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.plan import Plan
+from shardrt.protocols import Communicator, Group
+from shardrt.registry import load_registry
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Runtime:
+    """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
+
+    ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.
+    ``process_group`` is a torch process group to work on; without one the default group is used, or one is started
+    from torchrun's variables, or this process works alone. ``device`` is where parameters live (by default the
+    accelerator, else the CPU), ``bucket_mb`` how many megabytes travel together (by default what the schedule works
+    best with), ``timeout`` the seconds that any wait for another rank may take, and ``plugins`` objects with hook
+    implementations for this runtime alone.
+
+    Example:
+        >>> import shardrt, torch
+        >>> model = torch.nn.Linear(8, 8)
+        >>> with shardrt.Runtime(partitioner={"name": "greedy", "cost": "bytes"}, backend="auto") as rt:
+        ...     opt = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3)
+        ...     model(torch.randn(2, 8)).sum().backward()
+        ...     opt.step()
+        ...     print(rt.backend, rt.world_size)
+        null 1
+    """
+
+    def __init__(
+        self,
+        *,
+        partitioner: Any = "greedy",
+        backend: Any = "auto",
+        schedule: Any = "sync",
+        process_group: Any = None,
+        device: str | torch.device | None = None,
+        bucket_mb: float | None = None,
+        timeout: float = 300.0,
+        plugins: Sequence[object] = (),
+    ) -> None:
+        self._closed = False
+        self._owns_group = False
+        self._optimizers: WeakSet[ManagedOptimizer] = WeakSet()
+        self._plans: list[Plan] = []
+        self._membership = find_membership(process_group, timeout=_seconds(timeout))
+        self.rank = self._membership.rank
+        self.world_size = self._membership.world_size
+        self._control = self._membership.control
+        self.log = rank_logger(self.rank, self.world_size)
+        with self.agreeing("Runtime") as fields:
+            self.device_type = default_device_type(None if device is None else str(device))
+            self.registry = load_registry(plugins)
+            self._chosen: Chosen = choose(
+                self.registry,
+                self._membership,
+                partitioner=partitioner,
+                backend=backend,
+                schedule=schedule,
+                device_type=self.device_type,
+            )
+            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout)
+            fields.update(self._fields(limits))
+        self.backend = self._chosen.backend.name
+        self.backend_reason = self._chosen.reason
+        self._bucket_bytes = _bytes(limits.bucket_mb, self._chosen.schedule.bucket_mb)
+        self._timeout = limits.timeout
+        self._communicator = self._open_communicator()
+        self._negotiated: dict[tuple[str, ...], Communicator] = {}
+        self.log.debug("runtime.built", backend=self.backend, reason=self.backend_reason)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path, **extra: Any) -> Self:
+        """A runtime from a plain mapping, or from a TOML file (its ``[shardrt]`` or ``[tool.shardrt]`` table).
+
+        ``extra`` takes what no configuration can hold: ``process_group`` and ``plugins``.
+
+        Example:
+            >>> import shardrt
+            >>> with shardrt.Runtime.from_config({"partitioner": "flat", "timeout": 60}) as rt:
+            ...     print(rt.partitioner.name)
+            flat
+        """
+        read = RuntimeConfig.from_mapping if isinstance(config, Mapping) else RuntimeConfig.from_toml
+        parsed = read(config)  # type: ignore[arg-type]
+        return cls(
+            partitioner=parsed.partitioner,
+            backend=parsed.backend,
+            schedule=parsed.schedule,
+            device=parsed.device,
+            bucket_mb=parsed.bucket_mb,
+            timeout=parsed.timeout,
+            **extra,
+        )
+
+    def optimizer(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        gradients: Gradients = "average",
+        elementwise: bool | None = None,
+        initial: Literal["broadcast", "check"] = "broadcast",
+        **defaults: Any,
+    ) -> ManagedOptimizer:
+        """A sharded optimizer (ZeRO-1) of any class, used like that class; every rank must call this alike.
+
+        ``params`` is what torch's optimizers take: parameters, named parameters, dicts of either. ``gradients`` says
+        what ``p.grad`` will hold: each rank's own gradient, which the optimizer is to ``"average"`` or to ``"sum"``,
+        or a gradient that is ``"reduced"`` already, as under DistributedDataParallel (checked at the first step).
+        ``"average"`` is right under DDP too, only slower. ``elementwise=True`` vouches that the update of an element
+        looks at that element alone, so that parameters may be cut. ``initial`` says what happens when ranks start
+        from different values: ``"broadcast"`` takes rank 0's, ``"check"`` raises.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime()
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4)
+            >>> scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=10)
+            >>> isinstance(opt, torch.optim.Optimizer)
+            True
+        """
+        self._check_open()
+        with self.agreeing("optimizer") as fields:
+            _check_choice("gradients", gradients, ("average", "sum", "reduced"))
+            _check_choice("initial", initial, ("broadcast", "check"))
+            _check_class(optimizer_class)
+            groups = read_groups(params)
+            named = [param for group in groups for param in group.params]
+            reach = reach_of(optimizer_class, elementwise)
+            if self.world_size > 1:
+                check_shardable(optimizer_class, reach)
+                check_no_aliases(named)
+                self._check_devices(named)
+            planner = Planner(
+                partitioner=self.partitioner,
+                world_size=self.world_size,
+                bucket_bytes=self._bucket_bytes,
+                optimizer_class=optimizer_class,
+                reach=reach,
+            )
+            plan = planner.plan([param.spec() for param in named])
+            communicator = self._negotiate(spec.dtype for spec in plan.params)
+            fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
+        made: ManagedOptimizer
+        with self.agreeing("optimizer built"):
+            if self.world_size == 1:
+                made = LoneOptimizer(self, planner, plan, groups, defaults)
+            else:
+                made = ShardedOptimizer(
+                    self,
+                    planner,
+                    plan,
+                    groups,
+                    defaults,
+                    communicator=communicator,
+                    schedule=self._chosen.schedule,
+                    gradients=gradients,
+                )
+        if isinstance(made, ShardedOptimizer):
+            self._settle_initial_values(made, named, initial)
+        self._optimizers.add(made)
+        return made
+
+    def clip_grad_norm_(
+        self,
+        target: torch.nn.Module | torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Clip by the norm of the whole model's reduced gradient, between backward and step; returns that norm.
+
+        ``target`` is a module or an optimizer of this runtime. Every rank must call it. The scaled gradients are the
+        ones the next ``step`` takes.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime()
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> bool(rt.clip_grad_norm_(model, max_norm=1.0) > 1.0)
+            True
+        """
+        self._check_open()
+        optimizers, wanted = self._optimizers_for(target)
+        with torch.no_grad():
+            found = [optimizer.reduced_gradients(wanted) for optimizer in optimizers]
+            counted = [gradient for shards, _ in found for gradient in shards]
+            scaled = [gradient for _, gradients in found for gradient in gradients]
+            return clip_gradients(
+                counted,
+                scaled,
+                self._negotiate(()),
+                device=self.device_type,
+                max_norm=max_norm,
+                norm_type=norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+    @property
+    def partitioner(self) -> Any:
+        """The partitioner in use."""
+        return self._chosen.partitioner
+
+    @property
+    def schedule(self) -> Any:
+        """The schedule in use."""
+        return self._chosen.schedule
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan agreed on last; None before the first optimizer. An optimizer's own is ``opt.plan``."""
+        return self._plans[-1] if self._plans else None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Every plan agreed on so far, in order."""
+        return tuple(self._plans)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes this rank has sent and received through its communicator."""
+        return self._communicator.traffic
+
+    def close(self) -> None:
+        """Give back what the runtime opened: its communicator's threads, and the process group if it started it."""
+        if self._closed:
+            return
+        self._closed = True
+        self._communicator.close()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.report_failure(error)
+        self.close()
+
+    def agreeing(self, topic: str) -> AbstractContextManager[dict[str, Field]]:
+        """A block in which this rank prepares something that all ranks must do alike; see :mod:`shardrt.handshake`."""
+        return agreement(self._control, topic, on_failure=self._rank_failed)
+
+    @contextmanager
+    def telling_peers(self) -> Iterator[None]:
+        """A block whose failure on this rank ends the others' waiting."""
+        try:
+            yield
+        except Exception as error:
+            self.report_failure(error)
+            raise
+
+    def report_failure(self, error: BaseException) -> None:
+        """Let ranks that wait for this one know that it failed, unless it only passes on another's failure."""
+        if self.world_size == 1 or isinstance(error, PeerError):
+            return
+        try:
+            self._control.report_failure(f"{type(error).__name__}: {error}")
+        except RuntimeError as lost:  # the store is gone with its host: the others know already
+            self.log.debug("failure.unreported", error=str(error), reason=str(lost))
+
+    def plan_built(self, plan: Plan) -> None:
+        """Note a plan that all ranks agreed on and tell the observers."""
+        self._plans.append(plan)
+        self.log.debug("plan.built", partitioner=plan.partitioner, fingerprint=plan.fingerprint)
+        self.registry.hook.shardrt_plan_built(runtime=self, plan=plan)
+
+    def _rank_failed(self, rank: int, error: str) -> None:
+        if hasattr(self, "registry"):
+            self.registry.hook.shardrt_rank_failed(runtime=self, rank=rank, error=error)
+
+    def _fields(self, limits: RuntimeConfig) -> dict[str, Field]:
+        same_install = "install the same versions in every rank's environment"
+        same_call = "pass the same arguments to Runtime on every rank"
+        values: dict[str, tuple[Any, str]] = {
+            "shardrt version": (shardrt.__version__, same_install),
+            "torch version": (torch.__version__, same_install),
+            "partitioner": (self._chosen.described["partitioner"], same_call),
+            "backend": (self._chosen.described["backend"], same_call),
+            "schedule": (self._chosen.described["schedule"], same_call),
+            "device type": (self.device_type, same_call),
+            "bucket_mb": (limits.bucket_mb, same_call),
+            "timeout": (limits.timeout, same_call),
+            "plugins": (self.registry.versions(), same_install),
+        }
+        return {name: Field(value=value, fix=fix) for name, (value, fix) in values.items()}
+
+    def _open_communicator(self) -> Communicator:
+        with self.agreeing("communicator"):
+            process_group = self._membership.process_group
+            record = self._chosen.backend_record
+            if process_group is None and self._membership.store is not None and record is not None:
+                process_group = start_group(self._membership, record, timeout=self._timeout)
+                self._owns_group = process_group is not None
+            return self._chosen.make_communicator(
+                Group(
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    device_type=self.device_type,
+                    timeout=self._timeout,
+                    control=self._control,
+                    process_group=process_group,
+                    number=self._control.number,
+                )
+            )
+
+    def _negotiate(self, dtypes: Iterable[str]) -> Communicator:
+        if self.world_size == 1:
+            return self._communicator
+        # Besides the parameters, single bytes (which gradients there are) and norms travel.
+        travelling = tuple(sorted({*dtypes, "int8", "float32"}))
+        if travelling not in self._negotiated:
+            self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
+        return self._negotiated[travelling]
+
+    def _check_devices(self, params: Sequence[NamedParam]) -> None:
+        for param in params:
+            if param.tensor.device.type != self.device_type:
+                raise ConfigError(
+                    f"parameter {param.name!r} is on {param.tensor.device}, but this runtime communicates for "
+                    f"{self.device_type}; move the model, or pass Runtime(device={param.tensor.device.type!r})"
+                )
+
+    def _settle_initial_values(self, made: ShardedOptimizer, params: Sequence[NamedParam], initial: str) -> None:
+        digests = bit_digests(param.tensor for param in params)
+        if initial == "check":
+            with self.agreeing("initial parameters") as fields:
+                fields["digest of initial parameters"] = Field(
+                    value={param.name: digest for param, digest in zip(params, digests, strict=True)},
+                    fix="seed every rank alike or load the same checkpoint, or pass initial='broadcast'",
+                )
+            return
+        everyone = self._control.exchange("initial parameters", _short(digests))
+        if len(set(everyone)) > 1:
+            self.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
+            made.broadcast_parameters(source=0)
+
+    def _optimizers_for(
+        self, target: torch.nn.Module | torch.optim.Optimizer
+    ) -> tuple[list[ManagedOptimizer], set[torch.Tensor] | None]:
+        if isinstance(target, ManagedOptimizer):
+            return [target], None
+        if not isinstance(target, torch.nn.Module):
+            raise ConfigError(
+                f"clip_grad_norm_ takes a module or an optimizer of this runtime, got a {type(target).__name__}"
+            )
+        wanted: set[torch.Tensor] = {param for param in target.parameters() if param.requires_grad}
+        # A set of weak references has no order; that of the plans is the order in which all ranks built them.
+        ordered = sorted(self._optimizers, key=lambda optimizer: self._plans.index(optimizer.plan))
+        optimizers = [one for one in ordered if any(one.trains(param) for param in wanted)]
+        names = [name for name, param in target.named_parameters() if param.grad is not None]
+        covered = {param for one in optimizers for group in one.param_groups for param in group["params"]}
+        lost = [name for name in names if dict(target.named_parameters())[name] not in covered]
+        if lost:
+            raise OptimizerError(
+                f"parameter {lost[0]!r} of the module has a gradient but no optimizer of this runtime trains it; "
+                "pass the optimizer instead of the module to clip what it trains"
+            )
+        return optimizers, wanted
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this runtime is closed; make a new one")
+
+
+def _seconds(timeout: float) -> float:
+    return RuntimeConfig(timeout=timeout).timeout
+
+
+def _bytes(*megabytes: float | None) -> int | None:
+    chosen = next((value for value in megabytes if value is not None), None)
+    return None if chosen is None else int(chosen * 2**20)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        hint = "; pass the class, not an instance" if isinstance(optimizer_class, torch.optim.Optimizer) else ""
+        raise ConfigError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}{hint}")
+
+
+def _short(digests: Sequence[int | None]) -> int:
+    total = 0
+    for digest in digests:
+        total = (total * 1_000_003 + (digest or 0)) % 2**61
+    return total

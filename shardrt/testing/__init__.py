@@ -1,0 +1,36 @@
+"""What plugin authors test with: worker ranks that persist, and a conformance kit to subclass.
+
+Example:
+    >>> from shardrt.testing import RankPool
+    >>> with RankPool(2) as pool:
+    ...     pool.run("os:getenv", ranks=2, key="LOCAL_RANK")
+    ['0', '1']
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt.testing.outcome import Outcome, RankFailure
+from shardrt.testing.pool import RankPool
+
+if TYPE_CHECKING:
+    from shardrt.testing.conformance import BackendConformance, PartitionerConformance, ScheduleConformance
+
+__all__ = [
+    "BackendConformance",
+    "Outcome",
+    "PartitionerConformance",
+    "RankFailure",
+    "RankPool",
+    "ScheduleConformance",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The kit needs pytest, which workers and users of the pool alone do not have to have.
+    if name in ("BackendConformance", "PartitionerConformance", "ScheduleConformance"):
+        from shardrt.testing import conformance
+
+        return getattr(conformance, name)
+    raise AttributeError(f"module 'shardrt.testing' has no attribute {name!r}")

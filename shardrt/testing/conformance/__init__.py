@@ -1,0 +1,9 @@
+"""The conformance kit: subclass with a factory, and pytest runs everything a plugin of that kind must get right."""
+
+from __future__ import annotations
+
+from shardrt.testing.conformance.backend import BackendConformance
+from shardrt.testing.conformance.partitioner import PartitionerConformance
+from shardrt.testing.conformance.schedule import ScheduleConformance
+
+__all__ = ["BackendConformance", "PartitionerConformance", "ScheduleConformance"]

@@ -1,0 +1,99 @@
+"""A step engine that moves nothing and remembers everything: what was done, in which order, and what was forgotten."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Literal
+
+import attrs
+
+from shardrt.errors import CommunicationError
+
+Fault = Literal["reduce", "reduce wait", "update", "gather", "gather wait"]
+_LONGEST_DELAY = 0.002
+
+
+class EngineFault(CommunicationError):
+    """The failure that a recording engine was told to have."""
+
+
+@attrs.define(eq=False)
+class RecordedWork:
+    """An operation of a recording engine; fails in ``wait`` if it was told to, after which it counts as waited for."""
+
+    engine: RecordingEngine
+    kind: str
+    bucket: int
+    waited: bool = False
+
+    def wait(self) -> None:
+        """Take a random while on the first call."""
+        if self.waited:
+            return
+        self.engine.pause()
+        self.waited = True
+        self.engine.fail_if_told(f"{self.kind} wait", self.bucket)
+        self.engine.events.append((f"{self.kind} done", self.bucket))
+
+
+@attrs.define(eq=False)
+class RecordingEngine:
+    """See :class:`shardrt.protocols.StepEngine`.
+
+    Example:
+        >>> from shardrt.testing.conformance.engine import RecordingEngine
+        >>> engine = RecordingEngine(bucket_count=1)
+        >>> engine.reduce(0).wait()
+        >>> engine.update()
+        >>> [work.kind for work in [engine.gather(0)]], engine.outstanding()
+        (['gather'], ['gather of bucket 0'])
+    """
+
+    bucket_count: int
+    delays: random.Random | None = None
+    fault: tuple[Fault, int] | None = None
+    """Fail at this place, in this bucket."""
+    events: list[tuple[str, int]] = attrs.field(factory=list)
+    """What happened, in order; the bucket of an update is -1."""
+    works: list[RecordedWork] = attrs.field(factory=list)
+
+    def reduce(self, bucket: int) -> RecordedWork:
+        """Start a reduction that takes until it is waited for."""
+        return self._start("reduce", bucket)
+
+    def update(self) -> None:
+        """Step nothing."""
+        self.fail_if_told("update", -1)
+        self.events.append(("update", -1))
+
+    def gather(self, bucket: int) -> RecordedWork:
+        """Start a gather that takes until it is waited for."""
+        return self._start("gather", bucket)
+
+    def outstanding(self) -> list[str]:
+        """Operations that were started and never waited for."""
+        return [f"{work.kind} of bucket {work.bucket}" for work in self.works if not work.waited]
+
+    def issued(self) -> list[tuple[str, int]]:
+        """The collective calls, in the order in which they were made: it must be the same on all ranks."""
+        return [(work.kind, work.bucket) for work in self.works]
+
+    def fail_if_told(self, place: str, bucket: int) -> None:
+        """Raise at the place of the fault."""
+        if self.fault is not None and self.fault == (place, bucket):
+            raise EngineFault(f"{place} of bucket {bucket} fails, as the check demands")
+
+    def pause(self) -> None:
+        """Take a random while, if delays were asked for."""
+        if self.delays is not None:
+            time.sleep(self.delays.random() * _LONGEST_DELAY)
+
+    def _start(self, kind: str, bucket: int) -> RecordedWork:
+        if not 0 <= bucket < self.bucket_count:
+            raise AssertionError(f"{kind} of bucket {bucket}; there are {self.bucket_count}, numbered from 0")
+        self.pause()
+        self.fail_if_told(kind, bucket)
+        self.events.append((kind, bucket))
+        self.works.append(RecordedWork(self, kind, bucket))
+        return self.works[-1]
