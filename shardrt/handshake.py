@@ -62,7 +62,7 @@ def _compare(
     fields: Mapping[str, Field],
     on_failure: Callable[[int, str], None] | None,
 ) -> None:
-    digests = {name: _digest(field.value) for name, field in fields.items()}
+    digests = {name: digest(field.value) for name, field in fields.items()}
     answers = control.exchange(topic, {"digests": digests})
     for rank, answer in enumerate(answers):
         if "error" in answer:
@@ -82,7 +82,14 @@ def _compare(
     raise HandshakeError(_explain(topic, name, [value.get(name) for value in values], fix))
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A short text that is equal for equal JSON values.
+
+    Example:
+        >>> from shardrt.handshake import digest
+        >>> digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1})
+        True
+    """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

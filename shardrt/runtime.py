@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,13 @@ from shardrt.comm.membership import default_device_type, find_membership, start_
 from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
 from shardrt.config import RuntimeConfig
-from shardrt.errors import ConfigError, OptimizerError, PeerError
-from shardrt.handshake import Field, agreement
+from shardrt.errors import ConfigError, PeerError
+from shardrt.handshake import Field, agreement, digest
 from shardrt.log import rank_logger
-from shardrt.optim.agreement import optimizer_fields
-from shardrt.optim.clip import clip_gradients
-from shardrt.optim.digest import bit_digests
+from shardrt.optim.build import build_optimizer
+from shardrt.optim.clip import clip_by_norm
 from shardrt.optim.engine import Gradients
-from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
-from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
-from shardrt.optim.planner import Planner
-from shardrt.optim.reach import check_shardable, reach_of
-from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
@@ -74,7 +68,7 @@ class Runtime:
     ) -> None:
         self._closed = False
         self._owns_group = False
-        self._optimizers: WeakSet[ManagedOptimizer] = WeakSet()
+        self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._plans: list[Plan] = []
         self._membership = find_membership(process_group, timeout=_seconds(timeout))
         self.rank = self._membership.rank
@@ -96,7 +90,7 @@ class Runtime:
             fields.update(self._fields(limits))
         self.backend = self._chosen.backend.name
         self.backend_reason = self._chosen.reason
-        self._bucket_bytes = _bytes(limits.bucket_mb, self._chosen.schedule.bucket_mb)
+        self.bucket_bytes = _bytes(limits.bucket_mb, self._chosen.schedule.bucket_mb)
         self._timeout = limits.timeout
         self._communicator = self._open_communicator()
         self._negotiated: dict[tuple[str, ...], Communicator] = {}
@@ -155,45 +149,16 @@ class Runtime:
             True
         """
         self._check_open()
-        with self.agreeing("optimizer") as fields:
-            _check_choice("gradients", gradients, ("average", "sum", "reduced"))
-            _check_choice("initial", initial, ("broadcast", "check"))
-            _check_class(optimizer_class)
-            groups = read_groups(params)
-            named = [param for group in groups for param in group.params]
-            reach = reach_of(optimizer_class, elementwise)
-            if self.world_size > 1:
-                check_shardable(optimizer_class, reach)
-                check_no_aliases(named)
-                self._check_devices(named)
-            planner = Planner(
-                partitioner=self.partitioner,
-                world_size=self.world_size,
-                bucket_bytes=self._bucket_bytes,
-                optimizer_class=optimizer_class,
-                reach=reach,
-            )
-            plan = planner.plan([param.spec() for param in named])
-            communicator = self._negotiate(spec.dtype for spec in plan.params)
-            fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
-        made: ManagedOptimizer
-        with self.agreeing("optimizer built"):
-            if self.world_size == 1:
-                made = LoneOptimizer(self, planner, plan, groups, defaults)
-            else:
-                made = ShardedOptimizer(
-                    self,
-                    planner,
-                    plan,
-                    groups,
-                    defaults,
-                    communicator=communicator,
-                    schedule=self._chosen.schedule,
-                    gradients=gradients,
-                )
-        if isinstance(made, ShardedOptimizer):
-            self._settle_initial_values(made, named, initial)
-        self._optimizers.add(made)
+        made = build_optimizer(
+            self,
+            params,
+            optimizer_class,
+            gradients=gradients,
+            elementwise=elementwise,
+            initial=initial,
+            defaults=defaults,
+        )
+        self._optimizers.append(weakref.ref(made))
         return made
 
     def clip_grad_norm_(
@@ -218,20 +183,16 @@ class Runtime:
             True
         """
         self._check_open()
-        optimizers, wanted = self._optimizers_for(target)
-        with torch.no_grad():
-            found = [optimizer.reduced_gradients(wanted) for optimizer in optimizers]
-            counted = [gradient for shards, _ in found for gradient in shards]
-            scaled = [gradient for _, gradients in found for gradient in gradients]
-            return clip_gradients(
-                counted,
-                scaled,
-                self._negotiate(()),
-                device=self.device_type,
-                max_norm=max_norm,
-                norm_type=norm_type,
-                error_if_nonfinite=error_if_nonfinite,
-            )
+        alive = [made for made in (reference() for reference in self._optimizers) if made is not None]
+        return clip_by_norm(
+            target,
+            alive,
+            self.negotiate(()),
+            device_type=self.device_type,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     @property
     def partitioner(self) -> Any:
@@ -281,6 +242,10 @@ class Runtime:
         """A block in which this rank prepares something that all ranks must do alike; see :mod:`shardrt.handshake`."""
         return agreement(self._control, topic, on_failure=self._rank_failed)
 
+    def differs(self, topic: str, value: Any) -> bool:
+        """Whether ranks hold different values of something that may differ; every rank gets the same answer."""
+        return len(set(self._control.exchange(topic, digest(value)))) > 1
+
     @contextmanager
     def telling_peers(self) -> Iterator[None]:
         """A block whose failure on this rank ends the others' waiting."""
@@ -304,6 +269,16 @@ class Runtime:
         self._plans.append(plan)
         self.log.debug("plan.built", partitioner=plan.partitioner, fingerprint=plan.fingerprint)
         self.registry.hook.shardrt_plan_built(runtime=self, plan=plan)
+
+    def negotiate(self, dtypes: Iterable[str]) -> Communicator:
+        """A communicator that carries these dtypes, with fallbacks where the backend needs them."""
+        if self.world_size == 1:
+            return self._communicator
+        # Besides the parameters, single bytes (which gradients there are) and norms travel.
+        travelling = tuple(sorted({*dtypes, "int8", "float32"}))
+        if travelling not in self._negotiated:
+            self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
+        return self._negotiated[travelling]
 
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):
@@ -344,60 +319,6 @@ class Runtime:
                 )
             )
 
-    def _negotiate(self, dtypes: Iterable[str]) -> Communicator:
-        if self.world_size == 1:
-            return self._communicator
-        # Besides the parameters, single bytes (which gradients there are) and norms travel.
-        travelling = tuple(sorted({*dtypes, "int8", "float32"}))
-        if travelling not in self._negotiated:
-            self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
-        return self._negotiated[travelling]
-
-    def _check_devices(self, params: Sequence[NamedParam]) -> None:
-        for param in params:
-            if param.tensor.device.type != self.device_type:
-                raise ConfigError(
-                    f"parameter {param.name!r} is on {param.tensor.device}, but this runtime communicates for "
-                    f"{self.device_type}; move the model, or pass Runtime(device={param.tensor.device.type!r})"
-                )
-
-    def _settle_initial_values(self, made: ShardedOptimizer, params: Sequence[NamedParam], initial: str) -> None:
-        digests = bit_digests(param.tensor for param in params)
-        if initial == "check":
-            with self.agreeing("initial parameters") as fields:
-                fields["digest of initial parameters"] = Field(
-                    value={param.name: digest for param, digest in zip(params, digests, strict=True)},
-                    fix="seed every rank alike or load the same checkpoint, or pass initial='broadcast'",
-                )
-            return
-        everyone = self._control.exchange("initial parameters", _short(digests))
-        if len(set(everyone)) > 1:
-            self.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
-            made.broadcast_parameters(source=0)
-
-    def _optimizers_for(
-        self, target: torch.nn.Module | torch.optim.Optimizer
-    ) -> tuple[list[ManagedOptimizer], set[torch.Tensor] | None]:
-        if isinstance(target, ManagedOptimizer):
-            return [target], None
-        if not isinstance(target, torch.nn.Module):
-            raise ConfigError(
-                f"clip_grad_norm_ takes a module or an optimizer of this runtime, got a {type(target).__name__}"
-            )
-        wanted: set[torch.Tensor] = {param for param in target.parameters() if param.requires_grad}
-        # A set of weak references has no order; that of the plans is the order in which all ranks built them.
-        ordered = sorted(self._optimizers, key=lambda optimizer: self._plans.index(optimizer.plan))
-        optimizers = [one for one in ordered if any(one.trains(param) for param in wanted)]
-        names = [name for name, param in target.named_parameters() if param.grad is not None]
-        covered = {param for one in optimizers for group in one.param_groups for param in group["params"]}
-        lost = [name for name in names if dict(target.named_parameters())[name] not in covered]
-        if lost:
-            raise OptimizerError(
-                f"parameter {lost[0]!r} of the module has a gradient but no optimizer of this runtime trains it; "
-                "pass the optimizer instead of the module to clip what it trains"
-            )
-        return optimizers, wanted
-
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this runtime is closed; make a new one")
@@ -410,21 +331,3 @@ def _seconds(timeout: float) -> float:
 def _bytes(*megabytes: float | None) -> int | None:
     chosen = next((value for value in megabytes if value is not None), None)
     return None if chosen is None else int(chosen * 2**20)
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, allowed))}")
-
-
-def _check_class(optimizer_class: object) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        hint = "; pass the class, not an instance" if isinstance(optimizer_class, torch.optim.Optimizer) else ""
-        raise ConfigError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}{hint}")
-
-
-def _short(digests: Sequence[int | None]) -> int:
-    total = 0
-    for digest in digests:
-        total = (total * 1_000_003 + (digest or 0)) % 2**61
-    return total

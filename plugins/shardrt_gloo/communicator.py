@@ -30,6 +30,7 @@ from shardrt.protocols import Group, ReduceOp
 
 _FIRST_TAG = 0x5D_0000
 _HALF = (torch.float16, torch.bfloat16)
+_JOINS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 Message = tuple[int, torch.Tensor]
 """A peer's rank and what to send to it or where to receive from it."""
 
@@ -67,7 +68,7 @@ class GlooCommunicator:
         """Sum or average each run onto its owner."""
         check_runs("reduce_scatter", buffer, splits, self.world_size, self.rank, output=output)
         check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
-        runs = buffer.split(list(splits))
+        runs = torch.split(buffer, list(splits))
         result = runs[self.rank] if output is None else output
         return self._thread.submit(
             "reduce_scatter", lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average)
@@ -76,7 +77,7 @@ class GlooCommunicator:
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
-        runs = buffer.split(list(splits))
+        runs = torch.split(buffer, list(splits))
         return self._thread.submit("all_gather", lambda: self._spread_runs("all_gather", runs))
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:
@@ -119,7 +120,7 @@ class GlooCommunicator:
 
     def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
         share, rest = divmod(buffer.numel(), self.world_size)
-        runs = buffer.split([share + (rank < rest) for rank in range(self.world_size)])
+        runs = torch.split(buffer, [share + (rank < rest) for rank in range(self.world_size)])
 
         def run() -> None:
             self._reduce_runs(operation, runs, runs[self.rank], op, average)
@@ -181,7 +182,7 @@ class GlooCommunicator:
         if len(in_rank_order) == 1:
             total.copy_(own)
         elif total.dtype == result.dtype:
-            join = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+            join = _JOINS[op]
             # The own run may be the result itself: it must be read before, or in the moment in which, it is written.
             first = arrivals[0] if self.rank > 1 else total
             join(in_rank_order[0], in_rank_order[1], out=first)

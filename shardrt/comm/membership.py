@@ -120,6 +120,7 @@ def check_group_fits(process_group: Any, record: BackendRecord, origin: str) -> 
 def default_device_type(device: str | None) -> str:
     """The type of the device that was asked for, else the accelerator's, else the CPU."""
     if device is not None:
-        return torch.device(device).type
+        # Not torch.device(...).type: a vendor's type ("npu") is unknown to torch until its package is imported.
+        return device.partition(":")[0]
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -66,10 +66,6 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def trains(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter is one of this optimizer's."""
-        return any(tensor is param for group in self.param_groups for param in group["params"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """On one rank, torch's own format; on several, see :class:`shardrt.optim.sharded.ShardedOptimizer`."""
-        return super().state_dict()
+    def trained(self) -> set[torch.Tensor]:
+        """The parameters of this optimizer."""
+        return {param for group in self.param_groups for param in group["params"]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardrt.errors import OptimizerError
+from shardrt.errors import OptimizerError, UnsupportedError
 from shardrt.optim.agreement import agree_on_values, optimizer_fields
 from shardrt.optim.engine import BucketEngine, Gradients, OwnedShard
 from shardrt.optim.local import LocalOptimizer
@@ -118,6 +118,18 @@ class ShardedOptimizer(ManagedOptimizer):
             return shards, shards
         tensors = (param.tensor for param in self._params.values())
         return shards, [t.grad for t in tensors if t.grad is not None and (wanted is None or t in wanted)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: what torch's format has no place for would silently be left out."""
+        raise UnsupportedError(
+            "a sharded optimizer has no state dict yet: this rank alone holds a part of the state, and saving that "
+            "part as the whole would lose the rest; train on one rank to save, or keep the state in memory"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused, as :meth:`state_dict` is."""
+        del state_dict
+        raise UnsupportedError("a sharded optimizer cannot load a state dict yet; load it on one rank")
 
     def broadcast_parameters(self, source: int) -> None:
         """Give every rank the values of one."""

@@ -13,7 +13,7 @@ from shardrt.testing import PartitionerConformance
 class TestStripes(PartitionerConformance):
     @classmethod
     def make(cls) -> StripesPartitioner:
-        return StripesPartitioner(size=64)
+        return StripesPartitioner(size=256)
 
 
 PARAMS = tuple(ParamSpec(name=name, shape=(size,), dtype="float32") for name, size in [("a", 10), ("b", 3)])

@@ -1,0 +1,107 @@
+"""How an optimizer comes to be: read parameters, plan, agree with the other ranks, build, start from equal values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardrt.errors import ConfigError
+from shardrt.handshake import Field
+from shardrt.optim.agreement import optimizer_fields
+from shardrt.optim.digest import bit_digests
+from shardrt.optim.engine import Gradients
+from shardrt.optim.lone import LoneOptimizer
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
+from shardrt.optim.planner import Planner
+from shardrt.optim.reach import check_shardable, reach_of
+from shardrt.optim.sharded import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+
+def build_optimizer(
+    runtime: Runtime,
+    params: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    gradients: Gradients,
+    elementwise: bool | None,
+    initial: str,
+    defaults: Mapping[str, Any],
+) -> ManagedOptimizer:
+    """See :meth:`shardrt.Runtime.optimizer`."""
+    with runtime.agreeing("optimizer") as fields:
+        _check_choice("gradients", gradients, ("average", "sum", "reduced"))
+        _check_choice("initial", initial, ("broadcast", "check"))
+        _check_class(optimizer_class)
+        groups = read_groups(params)
+        named = [param for group in groups for param in group.params]
+        reach = reach_of(optimizer_class, elementwise)
+        if runtime.world_size > 1:
+            check_shardable(optimizer_class, reach)
+            check_no_aliases(named)
+            _check_devices(named, runtime.device_type)
+        planner = Planner(
+            partitioner=runtime.partitioner,
+            world_size=runtime.world_size,
+            bucket_bytes=runtime.bucket_bytes,
+            optimizer_class=optimizer_class,
+            reach=reach,
+        )
+        plan = planner.plan([param.spec() for param in named])
+        communicator = runtime.negotiate(spec.dtype for spec in plan.params)
+        fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
+    with runtime.agreeing("optimizer built"):
+        if runtime.world_size == 1:
+            return LoneOptimizer(runtime, planner, plan, groups, defaults)
+        made = ShardedOptimizer(
+            runtime,
+            planner,
+            plan,
+            groups,
+            defaults,
+            communicator=communicator,
+            schedule=runtime.schedule,
+            gradients=gradients,
+        )
+    _settle_initial_values(runtime, made, named, initial)
+    return made
+
+
+def _settle_initial_values(
+    runtime: Runtime, made: ShardedOptimizer, params: Sequence[NamedParam], initial: str
+) -> None:
+    digests = dict(zip((param.name for param in params), bit_digests(param.tensor for param in params), strict=True))
+    if initial == "check":
+        with runtime.agreeing("initial parameters") as fields:
+            fields["digest of initial parameters"] = Field(
+                value=digests, fix="seed every rank alike or load the same checkpoint, or pass initial='broadcast'"
+            )
+        return
+    if runtime.differs("initial parameters", digests):
+        runtime.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
+        made.broadcast_parameters(source=0)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is not possible; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        hint = "; pass the class, not an instance" if isinstance(optimizer_class, torch.optim.Optimizer) else ""
+        raise ConfigError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}{hint}")
+
+
+def _check_devices(params: Sequence[NamedParam], device_type: str) -> None:
+    for param in params:
+        if param.tensor.device.type != device_type:
+            raise ConfigError(
+                f"parameter {param.name!r} is on {param.tensor.device}, but this runtime communicates for "
+                f"{device_type}; move the model, or pass Runtime(device={param.tensor.device.type!r})"
+            )
