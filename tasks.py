@@ -21,7 +21,7 @@ THIRD_PARTY = ROOT / "docs" / "tutorial" / "shardrt-stripes"
 
 def main(arguments: list[str]) -> int:
     """Run one task; the result is the exit code of its last command."""
-    tasks = {"demo": demo, "test": test, "lint": lint, "long": long, "setup": setup}
+    tasks = {"demo": demo, "test": test, "lint": lint, "long": long, "accept": accept, "setup": setup}
     if not arguments or arguments[0] not in tasks:
         print(f"usage: python tasks.py {{{','.join(tasks)}}} [arguments]")
         return 2
@@ -46,6 +46,12 @@ def long(arguments: list[str]) -> int:
     """Run the storms, series and sweeps that take minutes."""
     setup([])
     return run(BIN / "python", "-m", "pytest", "-m", "long", *arguments)
+
+
+def accept(arguments: list[str]) -> int:
+    """Print what the tests assert as tables of figures."""
+    setup([])
+    return run(BIN / "python", "-m", "tests.acceptance", *arguments)
 
 
 def lint(arguments: list[str]) -> int:

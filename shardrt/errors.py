@@ -12,7 +12,16 @@ from __future__ import annotations
 
 
 class ShardrtError(Exception):
-    """Base of every error of ours: ``except shardrt.ShardrtError`` catches them all."""
+    """Base of every error of ours: ``except shardrt.ShardrtError`` catches them all.
+
+    Example:
+        >>> import shardrt
+        >>> try:
+        ...     shardrt.Runtime(partitioner="gredy")
+        ... except shardrt.ShardrtError as error:
+        ...     print(type(error).__name__, "did you mean 'greedy'?" in str(error))
+        UnknownPluginError True
+    """
 
 
 class ConfigError(ShardrtError, ValueError):

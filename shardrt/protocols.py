@@ -25,7 +25,14 @@ ReduceOp = Literal["sum", "max", "min"]
 
 @attrs.frozen(kw_only=True)
 class PartitionRequest:
-    """Everything a partitioner may look at. New fields get defaults, so that older partitioners keep working."""
+    """Everything a partitioner may look at. New fields get defaults, so that older partitioners keep working.
+
+    Example:
+        >>> from shardrt import ParamSpec, PartitionRequest
+        >>> params = (ParamSpec(name="w", shape=(4, 2), dtype="float32"),)
+        >>> PartitionRequest(params=params, world_size=2).whole_parameters
+        False
+    """
 
     params: tuple[ParamSpec, ...]
     world_size: int
@@ -213,7 +220,15 @@ class ControlChannel(Protocol):
 
 @attrs.frozen(kw_only=True)
 class Group:
-    """The ranks a communicator serves, as handed to a backend's factory."""
+    """The ranks a communicator serves, as handed to a backend's factory.
+
+    Example:
+        >>> from shardrt import Group, load_registry
+        >>> from shardrt.comm.control import LocalControl
+        >>> alone = Group(rank=0, world_size=1, device_type="cpu", timeout=30.0, control=LocalControl())
+        >>> load_registry().backends.get("cpu", "null").factory(alone).exchange("hello", 1)
+        [1]
+    """
 
     rank: int
     world_size: int

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from shardrt.bench.peers import PeersReport, PeersSettings
     from shardrt.bench.planning import PlanningReport
     from shardrt.bench.step import StepReport
+    from shardrt.launch import OnEvent
 
 
 @click.group()
@@ -46,6 +50,61 @@ def step(rounds: int, as_json: bool) -> None:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         _show_steps(report)
+
+
+@bench.command()
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=2), help="Processes to train with.")
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=1), help="Timed steps per round.")
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds to take medians of.")
+@click.option(
+    "--size",
+    default="small",
+    show_default=True,
+    type=click.Choice(["small", "40m"]),
+    help="1 or 40 million parameters.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+@click.pass_context
+def peers(ctx: click.Context, /, as_json: bool, **arguments: Any) -> None:
+    """Train with ZeRO-1 through shardrt, with DDP and with torch's ZeRO, and compare.
+
+    Runs on the CPU over Gloo on loopback, one thread per rank. DeepSpeed and FSDP are not measured here. Exits with 1
+    if a rank fails or if ranks end with different parameters.
+    """
+    from shardrt.bench.peers import PeersSettings, measure_peers
+
+    settings = PeersSettings(**arguments)
+    with _peers_progress(settings, quiet=as_json) as on_event:
+        report = measure_peers(settings, on_event=on_event)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=2))
+    else:
+        _show_peers(report)
+    ctx.exit(0 if report.ranks_agree else 1)
+
+
+@contextmanager
+def _peers_progress(settings: PeersSettings, *, quiet: bool) -> Iterator[OnEvent]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from shardrt.bench.peers import CONTESTANTS
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task(f"starting {settings.ranks} ranks", total=settings.all_steps)
+
+        def on_event(rank: int, event: Any) -> None:
+            if rank == 0:
+                bar.update(task, description=CONTESTANTS[event["contestant"]], completed=event["done"])
+
+        yield on_event
 
 
 def _show_planning(report: PlanningReport) -> None:
@@ -91,6 +150,59 @@ def _show_steps(report: StepReport) -> None:
             f"{row.ratio:.3f}",
         )
     Console().print(table)
+
+
+def _show_peers(report: PeersReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardrt.bench.peers import DDP, NOT_MEASURED, TORCH_ZERO
+
+    settings = report.settings
+    table = Table(
+        title=f"{report.parameters:,} parameters, AdamW, {settings.ranks} ranks over Gloo on loopback, "
+        f"{settings.rounds} rounds of {settings.steps} steps",
+        title_justify="left",
+        caption=f"Not measured here: {', '.join(NOT_MEASURED)}.",
+        caption_justify="left",
+    )
+    table.add_column("", no_wrap=True)
+    for heading in (
+        *("ms/step", "middle half", "x DDP", "x torch ZeRO", "state, MB"),
+        *("wire, MB", "x least", "differs by"),
+    ):
+        table.add_column(heading, justify="right")
+    for result in report.results:
+        low, high = result.quartiles
+        wire = result.least_wire_bytes
+        table.add_row(
+            result.label,
+            f"{result.seconds * 1e3:.1f}",
+            f"{low * 1e3:.0f}-{high * 1e3:.0f}",
+            f"{result.times(report[DDP]):.3f}",
+            f"{result.times(report[TORCH_ZERO]):.3f}",
+            f"{result.optimizer_bytes / 1e6:.1f}",
+            _number(None if wire is None else wire / 1e6, ".2f"),
+            _number(None if wire is None else wire / report.minimum_wire_bytes, ".3f"),
+            f"{result.largest_difference:.3g}",
+        )
+    console = Console()
+    console.print(table)
+    for sentence in _about_peers(report):
+        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+
+
+def _about_peers(report: PeersReport) -> Iterator[str]:
+    yield "Time: medians of the slowest rank's steps; x DDP and x torch ZeRO: medians of the rounds' ratios."
+    yield "State: the optimizer's, on the fullest rank. Differs: the largest difference from DDP + AdamW's parameters."
+    yield (
+        "Wire: per step and rank, in the quietest round, as the loopback device counts (TCP's overhead and other "
+        "programs' traffic included); the least is 2 (N - 1) / N of the model, "
+        f"here {report.minimum_wire_bytes / 1e6:.2f} MB."
+    )
+    if not report.ranks_agree:
+        broken = ", ".join(result.label for result in report.results if not result.ranks_agree)
+        yield f"The ranks ended with different parameters under: {broken}. This must never happen, please report it."
 
 
 def _number(value: float | None, style: str) -> str:

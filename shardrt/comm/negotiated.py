@@ -25,6 +25,14 @@ class Negotiated:
     """A communicator with fallbacks. Made by :func:`~shardrt.comm.negotiate`.
 
     ``fallbacks`` says, a line each, what is not native; ``inner`` is the backend's own communicator.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from shardrt.comm import Capabilities, Traffic, negotiate
+        >>> sums_only = Capabilities(average=False)
+        >>> backend = SimpleNamespace(name="mine", rank=0, world_size=2, capabilities=sums_only, traffic=Traffic())
+        >>> negotiate(backend, dtypes=["float32"]).fallbacks
+        ('average: sum, then divide',)
     """
 
     def __init__(

@@ -7,9 +7,11 @@ from importlib import metadata
 from shardrt.protocols import Availability
 from shardrt.registry.records import BackendRecord, Record
 
+_FAULTY = "upgrade or report the plugin"
+
 
 def probe(record: Record) -> Availability:
-    """Look for the distributions it needs, then ask a backend's own probe. Never raises.
+    """Ask a backend's own probe, then look for the distributions it needs. Never raises.
 
     Example:
         >>> import shardrt
@@ -19,10 +21,20 @@ def probe(record: Record) -> Availability:
         ('no-such-thing is not installed', 'pip install no-such-thing')
     """
     missing = [name for name in record.needs if not _is_installed(name)]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        return Availability.no(f"{', '.join(missing)} {verb} not installed", fix=f"pip install {' '.join(missing)}")
-    return _ask(record) if isinstance(record, BackendRecord) else Availability.yes()
+    verb = "is" if len(missing) == 1 else "are"
+    lacking = Availability.no(f"{', '.join(missing)} {verb} not installed", fix=f"pip install {' '.join(missing)}")
+    if not isinstance(record, BackendRecord):
+        return lacking if missing else Availability.yes()
+    try:
+        answer: object = record.probe()
+    # A probe looks at foreign software: whatever that does, the answer is "not here".
+    except (Exception, SystemExit) as error:
+        said = f"its probe raised {type(error).__name__}: {error}"
+        return lacking if missing else Availability.no(said, fix=_FAULTY)
+    if not isinstance(answer, Availability):
+        return Availability.no(f"its probe returned {answer!r} instead of an Availability", fix=_FAULTY)
+    # A plugin's own reason and fix say more than the names of distributions.
+    return lacking if missing and answer.ok else answer
 
 
 def _is_installed(distribution: str) -> bool:
@@ -31,16 +43,3 @@ def _is_installed(distribution: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _ask(record: BackendRecord) -> Availability:
-    try:
-        answer: object = record.probe()
-    # A probe looks at foreign software: whatever that does, the answer is "not here".
-    except (Exception, SystemExit) as error:
-        return Availability.no(f"its probe raised {type(error).__name__}: {error}", fix="upgrade or report the plugin")
-    if not isinstance(answer, Availability):
-        return Availability.no(
-            f"its probe returned {answer!r} instead of an Availability", fix="upgrade or report the plugin"
-        )
-    return answer

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_training_equals_the_unsharded_twin(ranks: RankPool, optimizer: str, wor
         assert moved > 1e-3
         assert difference <= (0.0 if world_size == 2 else TOLERANCE)
         assert used == ["metered", "stripes"]
-        assert all(one != other for one, other in zip(owners, owners[1:], strict=False)) and len(owners) > world_size
+        assert all(one != other for one, other in pairwise(owners)) and len(owners) > world_size
 
 
 def train_under_ddp() -> list[float]:

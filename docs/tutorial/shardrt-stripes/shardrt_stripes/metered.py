@@ -10,7 +10,6 @@ import attrs
 
 from shardrt import Availability, BackendRecord, Group, hookimpl, load_registry
 from shardrt.errors import PluginError
-from shardrt.log import rank_logger
 from shardrt.protocols import Communicator, ReduceOp, Work
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ class MeteredCommunicator:
     name = "metered"
 
     def __init__(self, group: Group, inner: Communicator) -> None:
+        from shardrt.log import rank_logger  # here, because listing plugins should import as little as possible
+
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.capabilities = inner.capabilities
