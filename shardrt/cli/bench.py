@@ -168,7 +168,7 @@ def _show_peers(report: PeersReport) -> None:
     )
     table.add_column("", no_wrap=True)
     for heading in (
-        *("ms/step", "middle half", "x DDP", "x torch ZeRO", "state, MB"),
+        *("ms/step", "middle half", "fastest", "x DDP", "x torch ZeRO", "state, MB"),
         *("wire, MB", "x least", "differs by"),
     ):
         table.add_column(heading, justify="right")
@@ -179,6 +179,7 @@ def _show_peers(report: PeersReport) -> None:
             result.label,
             f"{result.seconds * 1e3:.1f}",
             f"{low * 1e3:.0f}-{high * 1e3:.0f}",
+            f"{result.fastest * 1e3:.1f}",
             f"{result.times(report[DDP]):.3f}",
             f"{result.times(report[TORCH_ZERO]):.3f}",
             f"{result.optimizer_bytes / 1e6:.1f}",

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ MOST_NOT_RUN = 3
 FENCED = re.compile(
     r"^(?P<fence>```+)(?P<kind>[\w-]*)[^\n]*\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.MULTILINE | re.DOTALL
 )
-NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S[^\n]*?) -->\n?\Z")
+NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S[^\n]*?) -->\n\Z")
+FILE = re.compile(r"<!-- file: (?P<name>[\w.-]+) -->\n\Z")
 SIGNATURE = re.compile(r"def \w+\([^\n]*\) -> [^\n:]+\n\Z")
 LINK = re.compile(r"(?<!\!)\[[^\]\n]*(?:\n[^\]\n]*)?\]\((?P<target>[^)\s]+)\)")
 
@@ -40,6 +42,8 @@ class Block:
     code: str
     line: int
     reason_not_run: str | None
+    file: str | None
+    """The name of the file that it shows, which is there when the blocks after it run."""
 
     @property
     def is_session(self) -> bool:
@@ -50,17 +54,24 @@ class Block:
 def blocks_of(text: str) -> Iterator[Block]:
     """The fenced blocks of a page, in order."""
     for found in FENCED.finditer(text):
-        mark = NOT_RUN.search(text[: found.start()])
+        before = text[: found.start()]
+        mark, file = NOT_RUN.search(before), FILE.search(before)
         yield Block(
             kind=found["kind"],
             code=found["code"],
             line=text.count("\n", 0, found.start("code")) + 1,
             reason_not_run=mark["reason"] if mark else None,
+            file=file["name"] if file else None,
         )
 
 
 def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks_of(page.read_text(encoding="utf-8")) if block.kind in ("python", "pycon")]
+
+
+def to_run(page: Path) -> list[Block]:
+    """Those that are not marked. A signature without a body, as the reference of hooks shows them, is no code."""
+    return [b for b in python_blocks(page) if b.reason_not_run is None and not SIGNATURE.match(b.code)]
 
 
 def name_of(path: Path) -> str:
@@ -70,25 +81,32 @@ def name_of(path: Path) -> str:
 def run_page(page: str) -> int:
     """On a worker: run the blocks of a page in order, in one namespace and an empty directory; how many ran."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    flags = ran = 0
+    flags = 0
+    blocks = to_run(Path(page))
+    with empty_directory() as directory:
+        for shown in blocks_of(Path(page).read_text(encoding="utf-8")):
+            if shown.file is not None:
+                (directory / shown.file).write_text(shown.code, encoding="utf-8")
+        for block in blocks:
+            if block.is_session:
+                run_session(block, namespace, page)
+                continue
+            if "from __future__ import annotations" in block.code:  # holds for the rest of the page, as in a file
+                flags = annotations.compiler_flag
+            # Blank lines in front, so that tracebacks show the lines of the page.
+            code = compile("\n" * (block.line - 1) + block.code, page, "exec", flags=flags, dont_inherit=True)
+            exec(code, namespace)
+    return len(blocks)
+
+
+@contextmanager
+def empty_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         try:
-            for block in python_blocks(Path(page)):
-                if block.reason_not_run is not None or SIGNATURE.match(block.code):
-                    continue
-                ran += 1
-                if block.is_session:
-                    run_session(block, namespace, page)
-                    continue
-                if "from __future__ import annotations" in block.code:  # holds for the rest of the page, as in a file
-                    flags = annotations.compiler_flag
-                # Blank lines in front, so that tracebacks show the lines of the page.
-                code = compile("\n" * (block.line - 1) + block.code, page, "exec", flags=flags, dont_inherit=True)
-                exec(code, namespace)
+            yield Path(directory)
         finally:
             os.chdir(ROOT)
-    return ran
 
 
 def run_session(block: Block, namespace: dict[str, Any], page: str) -> None:
@@ -110,21 +128,20 @@ def run_doctest(test: doctest.DocTest) -> int:
 def run_doctests(module: str) -> int:
     """On a worker: run the examples in the docstrings of a module; how many there were."""
     found = doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(module))
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        try:
-            return sum(run_doctest(test) for test in found)
-        finally:
-            os.chdir(ROOT)
+    with empty_directory():
+        return sum(run_doctest(test) for test in found)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=name_of)
 def test_the_python_blocks_of_a_page_run(ranks: RankPool, page: Path) -> None:
-    expected = [
-        block for block in python_blocks(page) if block.reason_not_run is None and not SIGNATURE.match(block.code)
-    ]
     [ran] = ranks.run(run_page, ranks=1, init=None, launcher=False, timeout=180, page=str(page))
-    assert ran == len(expected)
+    assert ran == len(to_run(page))
+
+
+def test_the_embedding_guide_runs_on_two_ranks(ranks: RankPool) -> None:
+    """As under torchrun: the page says that its trainer runs either way."""
+    page = ROOT / "docs" / "embedding.md"
+    assert ranks.run(run_page, ranks=2, init=None, page=str(page)) == [len(to_run(page))] * 2
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
