@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from shardrt.comm.waiting import start_and_wait
-from shardrt.errors import SparseGradientError
+from shardrt.errors import OptimizerError, SparseGradientError
 from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged, frozen_shard
 from shardrt.optim.params import NamedParam
 from shardrt.plan import Plan, Shard
@@ -74,7 +74,13 @@ class BucketEngine:
         at_work = self._buckets[bucket]
         if self._gradients == "reduced":
             return DONE
+        if at_work.reduction is not None and at_work.outdated:
+            raise OptimizerError(
+                "gradients were accumulated after clip_grad_norm_ had reduced them and before step(); "
+                "call backward() for all of them first, then clip, then step"
+            )
         if at_work.reduction is None:
+            at_work.outdated = False
             present = _collect_gradients(at_work.buffers)
             at_work.present.copy_(torch.tensor(present, dtype=torch.int8))
             buffers = at_work.buffers
@@ -177,7 +183,7 @@ class BucketEngine:
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
                 if tensor.requires_grad:
-                    move = _move_gradient_home(slot.param.name, slot.gradient)
+                    move = _move_gradient_home(bucket, slot)
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
 
 
@@ -189,6 +195,8 @@ class _BucketAtWork:
     owned: list[tuple[int, OwnedShard]] = attrs.field(factory=list)
     """This rank's shards, with the index of their slot."""
     reduction: Work | None = None
+    outdated: bool = False
+    """Gradients have come in since the reduction was started."""
     present: torch.Tensor = attrs.field(init=False)
     """For each slot, whether this rank (after the reduction: any rank) has a gradient. See
     Note [Missing gradients]."""
@@ -240,8 +248,11 @@ def _zero(buffers: BucketBuffers, slot: Slot) -> None:
         buffers.gradients[offset : offset + shard.numel].zero_()
 
 
-def _move_gradient_home(name: str, home: torch.Tensor | None) -> Callable[[torch.Tensor], None]:
+def _move_gradient_home(bucket: _BucketAtWork, slot: Slot) -> Callable[[torch.Tensor], None]:
+    name, home = slot.param.name, slot.gradient
+
     def hook(tensor: torch.Tensor) -> None:
+        bucket.outdated = True
         gradient = tensor.grad
         if gradient is home or gradient is None:
             return

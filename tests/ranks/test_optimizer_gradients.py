@@ -169,6 +169,9 @@ def refused(what: str) -> None:
         if what == "dtype changed":
             module.double()
         module(torch.tensor([1, 2])).sum().backward()
+        if what == "backward after clipping":
+            rt.clip_grad_norm_(opt, 1.0)
+            module(torch.tensor([1, 2])).sum().backward()
         if what == "scaler":
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(module(torch.tensor([1])).sum()).backward()
@@ -186,6 +189,7 @@ def refused(what: str) -> None:
         ("sparse parameter", "UnsupportedError", "parameter 'sparse' has layout torch.sparse_coo"),
         ("meta", "UnsupportedError", "parameter 'weight' is on the meta device"),
         ("dtype changed", "OptimizerError", "was torch.float32 [5, 3] on cpu when the optimizer was built"),
+        ("backward after clipping", "OptimizerError", "gradients were accumulated after clip_grad_norm_"),
         ("scaler", "OptimizerError", "GradScaler cannot drive a sharded optimizer"),
     ],
 )
