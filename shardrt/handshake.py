@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,7 @@ class Field:
 
 
 @contextmanager
-def agreement(
-    control: ControlChannel, topic: str, *, on_failure: Callable[[int, str], None] | None = None
-) -> Iterator[dict[str, Field]]:
+def agreement(control: ControlChannel, topic: str) -> Iterator[dict[str, Field]]:
     """Collect fields in the block, compare them with the other ranks' when it ends.
 
     An exception in the block is raised here as it is, and on the other ranks as
@@ -53,21 +51,15 @@ def agreement(
             control.exchange(topic, {"error": f"{type(error).__name__}: {error}"})
         raise
     if control.world_size > 1:
-        _compare(control, topic, fields, on_failure)
+        _compare(control, topic, fields)
 
 
-def _compare(
-    control: ControlChannel,
-    topic: str,
-    fields: Mapping[str, Field],
-    on_failure: Callable[[int, str], None] | None,
-) -> None:
+def _compare(control: ControlChannel, topic: str, fields: Mapping[str, Field]) -> None:
     digests = {name: digest(field.value) for name, field in fields.items()}
     answers = control.exchange(topic, {"digests": digests})
     for rank, answer in enumerate(answers):
         if "error" in answer:
-            if on_failure is not None:
-                on_failure(rank, answer["error"])
+            control.peer_failed(rank, answer["error"])
             raise PeerError(f"rank {control.rank} stops at {topic!r} because rank {rank} failed: {answer['error']}")
     if all(answer == answers[0] for answer in answers):
         return

@@ -6,7 +6,7 @@ module can be listed without loading it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -207,6 +207,14 @@ class ControlChannel(Protocol):
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """Every rank's value, in rank order; an error naming the ranks that did not arrive in time."""
+        ...
+
+    def on_failure(self, callback: Callable[[int, str], None]) -> None:
+        """Call back with rank and error before a peer's failure is raised here."""
+        ...
+
+    def peer_failed(self, rank: int, error: str) -> None:
+        """Note that a peer failed: calls back whoever asked for it."""
         ...
 
     def report_failure(self, error: str) -> None:

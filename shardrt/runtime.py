@@ -74,6 +74,7 @@ class Runtime:
         self.rank = self._membership.rank
         self.world_size = self._membership.world_size
         self._control = self._membership.control
+        self._control.on_failure(self._rank_failed)
         self.log = rank_logger(self.rank, self.world_size)
         with self.agreeing("Runtime") as fields:
             self.device_type = default_device_type(None if device is None else str(device))
@@ -240,7 +241,7 @@ class Runtime:
 
     def agreeing(self, topic: str) -> AbstractContextManager[dict[str, Field]]:
         """A block in which this rank prepares something that all ranks must do alike; see :mod:`shardrt.handshake`."""
-        return agreement(self._control, topic, on_failure=self._rank_failed)
+        return agreement(self._control, topic)
 
     def differs(self, topic: str, value: Any) -> bool:
         """Whether ranks hold different values of something that may differ; every rank gets the same answer."""
@@ -259,6 +260,7 @@ class Runtime:
         """Let ranks that wait for this one know that it failed, unless it only passes on another's failure."""
         if self.world_size == 1 or isinstance(error, PeerError):
             return
+        self._rank_failed(self.rank, f"{type(error).__name__}: {error}")
         try:
             self._control.report_failure(f"{type(error).__name__}: {error}")
         except RuntimeError as lost:  # the store is gone with its host: the others know already

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from shardrt.bench.peers import PeersReport, PeersSettings
     from shardrt.bench.planning import PlanningReport
     from shardrt.bench.step import StepReport
@@ -154,46 +156,59 @@ def _show_steps(report: StepReport) -> None:
 
 def _show_peers(report: PeersReport) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from shardrt.bench.peers import DDP, NOT_MEASURED, TORCH_ZERO
+    from shardrt.bench.peers import DDP, TORCH_ZERO
 
     settings = report.settings
-    table = Table(
-        title=f"{report.parameters:,} parameters, AdamW, {settings.ranks} ranks over Gloo on loopback, "
+    console = Console()
+    console.print(
+        f"{report.parameters:,} parameters, AdamW, {settings.ranks} ranks over Gloo on loopback, "
         f"{settings.rounds} rounds of {settings.steps} steps",
-        title_justify="left",
-        caption=f"Not measured here: {', '.join(NOT_MEASURED)}.",
-        caption_justify="left",
+        soft_wrap=True,
+        highlight=False,
     )
-    table.add_column("", no_wrap=True)
-    for heading in (
-        *("ms/step", "middle half", "fastest", "x DDP", "x torch ZeRO", "state, MB"),
-        *("wire, MB", "x least", "differs by"),
-    ):
-        table.add_column(heading, justify="right")
+    # Two tables: one would be wider than a terminal's 80 columns, and rich would cut its numbers.
+    times, costs = (
+        _peers_table("ms/step", "middle half", "fastest", "x DDP", "x torch ZeRO"),
+        _peers_table("state, MB", "wire, MB", "x least", "differs by"),
+    )
     for result in report.results:
         low, high = result.quartiles
         wire = result.least_wire_bytes
-        table.add_row(
+        times.add_row(
             result.label,
             f"{result.seconds * 1e3:.1f}",
             f"{low * 1e3:.0f}-{high * 1e3:.0f}",
             f"{result.fastest * 1e3:.1f}",
             f"{result.times(report[DDP]):.3f}",
             f"{result.times(report[TORCH_ZERO]):.3f}",
+        )
+        costs.add_row(
+            result.label,
             f"{result.optimizer_bytes / 1e6:.1f}",
             _number(None if wire is None else wire / 1e6, ".2f"),
             _number(None if wire is None else wire / report.minimum_wire_bytes, ".3f"),
             f"{result.largest_difference:.3g}",
         )
-    console = Console()
-    console.print(table)
+    console.print(times)
+    console.print(costs)
     for sentence in _about_peers(report):
         console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
 
+def _peers_table(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
 def _about_peers(report: PeersReport) -> Iterator[str]:
+    from shardrt.bench.peers import NOT_MEASURED
+
     yield "Time: medians of the slowest rank's steps; x DDP and x torch ZeRO: medians of the rounds' ratios."
     yield "State: the optimizer's, on the fullest rank. Differs: the largest difference from DDP + AdamW's parameters."
     yield (
@@ -201,6 +216,7 @@ def _about_peers(report: PeersReport) -> Iterator[str]:
         "programs' traffic included); the least is 2 (N - 1) / N of the model, "
         f"here {report.minimum_wire_bytes / 1e6:.2f} MB."
     )
+    yield f"Not measured here: {', '.join(NOT_MEASURED)}."
     if not report.ranks_agree:
         broken = ", ".join(result.label for result in report.results if not result.ranks_agree)
         yield f"The ranks ended with different parameters under: {broken}. This must never happen, please report it."

@@ -42,6 +42,12 @@ class LocalControl:
         del topic, timeout
         return [json.loads(json.dumps(value))]
 
+    def on_failure(self, callback: Callable[[int, str], None]) -> None:
+        """Nobody else can fail."""
+
+    def peer_failed(self, rank: int, error: str) -> None:
+        """There are no peers."""
+
     def report_failure(self, error: str) -> None:
         """There is nobody to tell."""
 
@@ -91,13 +97,17 @@ class StoreControl:
         note = json.loads(self._store.get(key))
         if note["rank"] == self.rank:
             return
-        if self._on_failure is not None:
-            self._on_failure(note["rank"], note["error"])
+        self.peer_failed(note["rank"], note["error"])
         raise PeerError(f"rank {self.rank} stops because rank {note['rank']} failed: {note['error']}")
 
     def on_failure(self, callback: Callable[[int, str], None]) -> None:
         """Call back with rank and error before a peer's failure is raised."""
         self._on_failure = callback
+
+    def peer_failed(self, rank: int, error: str) -> None:
+        """Tell whoever asked to be told; the error itself is raised next."""
+        if self._on_failure is not None:
+            self._on_failure(rank, error)
 
     def _key(self, who: int | str, exchange: int | None = None) -> str:
         return f"{self._prefix}/{self._exchanges if exchange is None else exchange}/{who}"
@@ -148,9 +158,8 @@ class StoreControl:
 
     def _raise_missing(self, topic: str, missing: list[int], limit: float) -> None:
         who = ", ".join(str(rank) for rank in missing)
-        if self._on_failure is not None:
-            for rank in missing:
-                self._on_failure(rank, f"did not arrive at {topic!r} within {limit:g} s")
+        for rank in missing:
+            self.peer_failed(rank, f"did not arrive at {topic!r} within {limit:g} s")
         raise CommunicationError(
             f"rank {self.rank} waited {limit:g} s at {topic!r} for rank{'s' if len(missing) > 1 else ''} {who} "
             f"of {self.world_size}; every rank must make the same calls in the same order: see whether it ended, is "

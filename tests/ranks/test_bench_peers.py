@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
-from shardrt.bench.peers import CONTESTANTS, DDP, TORCH_ZERO, PeerResult, PeersReport, PeersSettings, combine
+from shardrt.bench.peers import CONTESTANTS, DDP, TORCH_ZERO, PeersReport, PeersSettings, combine
+from shardrt.cli.bench import _show_peers
 from shardrt.errors import ConfigError
 from tests.ranks.leftovers import MARK, new_mark, wait_for
 
@@ -95,15 +98,27 @@ def test_times_are_medians_of_what_is_told(rows: dict[str, dict[str, Any]]) -> N
     assert rows[DDP]["times_ddp_adamw"] == rows[TORCH_ZERO]["times_torch_zero"] == 1.0
 
 
-def result(name: str, **changes: Any) -> PeerResult:
-    run = {"step_seconds": [0.5], "optimizer_bytes": 8, "largest_difference": 0.0, "digest": "a1", "wire_bytes": 64}
-    return combine(name, PeersSettings(steps=1, rounds=1), [[run], [run | changes]])
+RUN = {"step_seconds": [0.5], "optimizer_bytes": 8, "largest_difference": 0.0, "digest": "a1", "wire_bytes": 64}
+ONCE = PeersSettings(steps=1, rounds=1)
 
 
-def test_ranks_that_differ_are_told() -> None:
-    results = tuple(result(name, digest="b2" if name == "shardrt_flat" else "a1") for name in CONTESTANTS)
+def show(report: PeersReport, monkeypatch: pytest.MonkeyPatch) -> str:
+    @click.command()
+    def command() -> None:
+        _show_peers(report)
+
+    monkeypatch.setenv("COLUMNS", "80")
+    return CliRunner().invoke(command, catch_exceptions=False).stdout
+
+
+def test_ranks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"step_seconds": [12_345.6], "wire_bytes": 5_000_000_000}
+    results = tuple(
+        combine(name, ONCE, [[RUN | slow], [RUN | slow | ({"digest": "b2"} if name == "shardrt_flat" else {})]])
+        for name in CONTESTANTS
+    )
     report = PeersReport(
-        settings=PeersSettings(steps=1, rounds=1),
+        settings=ONCE,
         results=results,
         parameters=8,
         parameter_bytes=32,
@@ -111,16 +126,21 @@ def test_ranks_that_differ_are_told() -> None:
         seconds=1.0,
     )
     assert report.ranks_agree is False
+    shown = show(report, monkeypatch)
+    assert "different parameters under: shardrt, flat." in shown
+    assert "Not measured here: DeepSpeed, FSDP." in shown
+    assert all(label in shown for label in CONTESTANTS.values())
+    assert "…" not in shown  # nothing is cut in 80 columns
     assert [row["name"] for row in report.to_json()["contestants"] if not row["ranks_agree"]] == ["shardrt_flat"]
 
 
 def test_the_worst_rank_counts_and_what_is_not_finite_or_not_counted_is_null() -> None:
-    odd = result(DDP, step_seconds=[0.75], optimizer_bytes=16, largest_difference=float("inf"))
+    worse = {"step_seconds": [0.75], "optimizer_bytes": 16, "largest_difference": float("inf")}
+    odd = combine(DDP, ONCE, [[RUN], [RUN | worse]])
     assert (odd.seconds, odd.quartiles, odd.optimizer_bytes) == (0.75, (0.75, 0.75), 16)
-    run = {"step_seconds": [0.5], "optimizer_bytes": 8, "largest_difference": 0.0, "digest": "a1", "wire_bytes": None}
-    uncounted = combine(TORCH_ZERO, PeersSettings(steps=1, rounds=1), [[run], [run]])
+    uncounted = combine(TORCH_ZERO, ONCE, [[RUN | {"wire_bytes": None}]] * 2)
     report = PeersReport(
-        settings=PeersSettings(steps=1, rounds=1),
+        settings=ONCE,
         results=(odd, uncounted),
         parameters=8,
         parameter_bytes=32,

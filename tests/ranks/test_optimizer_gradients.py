@@ -199,9 +199,28 @@ def test_what_cannot_be_right_is_refused_on_every_rank(ranks: RankPool, what: st
         assert text in outcome.error_message
 
 
+class Notes:
+    """An observer that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    @shardrt.hookimpl
+    def shardrt_rank_failed(self, rank: int, error: str) -> None:
+        self.heard.append([rank, error])
+
+
 def fails_alone() -> None:
     model = Odd()
-    with shardrt.Runtime(timeout=20) as rt:
+    notes = Notes()
+    try:
+        _fail_on_rank_1(model, notes)
+    except Exception as error:
+        raise type(error)(f"{error}; heard: {notes.heard}") from None
+
+
+def _fail_on_rank_1(model: torch.nn.Module, notes: Notes) -> None:
+    with shardrt.Runtime(timeout=20, plugins=[notes]) as rt:
         opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
         model(batch(0, rt.rank)).sum().backward()
         if rt.rank == 1:
@@ -211,8 +230,10 @@ def fails_alone() -> None:
 
 def test_a_failure_between_steps_ends_the_waiting_of_the_others(ranks: RankPool) -> None:
     outcomes = ranks.outcomes(fails_alone, ranks=3)
-    assert outcomes[1].error_message == "the data loader broke"
+    heard = "; heard: [[1, 'RuntimeError: the data loader broke']"
+    assert outcomes[1].error_message.startswith(f"the data loader broke{heard}")
     for rank in (0, 2):
+        assert heard in outcomes[rank].error_message
         assert outcomes[rank].error_type == "PeerError", outcomes[rank]
         assert "rank 1 failed: RuntimeError: the data loader broke" in outcomes[rank].error_message
         assert outcomes[rank].seconds < 10
