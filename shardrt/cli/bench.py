@@ -169,7 +169,7 @@ def _show_peers(report: PeersReport) -> None:
     )
     # Two tables: one would be wider than a terminal's 80 columns, and rich would cut its numbers.
     times, costs = (
-        _peers_table("ms/step", "middle half", "fastest", "x DDP", "x torch ZeRO"),
+        _peers_table("ms/step", "middle half", "fastest", "x DDP", "x ZeRO"),
         _peers_table("state, MB", "wire, MB", "x least", "differs by"),
     )
     for result in report.results:
@@ -209,7 +209,7 @@ def _peers_table(*headings: str) -> Table:
 def _about_peers(report: PeersReport) -> Iterator[str]:
     from shardrt.bench.peers import NOT_MEASURED
 
-    yield "Time: medians of the slowest rank's steps; x DDP and x torch ZeRO: medians of the rounds' ratios."
+    yield "Time: medians of the slowest rank's steps; x DDP and x ZeRO (torch's): medians of the rounds' ratios."
     yield "State: the optimizer's, on the fullest rank. Differs: the largest difference from DDP + AdamW's parameters."
     yield (
         "Wire: per step and rank, in the quietest round, as the loopback device counts (TCP's overhead and other "

@@ -111,8 +111,8 @@ def show(report: PeersReport, monkeypatch: pytest.MonkeyPatch) -> str:
     return CliRunner().invoke(command, catch_exceptions=False).stdout
 
 
-def test_ranks_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = {"step_seconds": [12_345.6], "wire_bytes": 5_000_000_000}
+def test_the_tables_fit_and_tell_of_ranks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"step_seconds": [12.3456], "wire_bytes": 5_000_000_000}
     results = tuple(
         combine(name, ONCE, [[RUN | slow], [RUN | slow | ({"digest": "b2"} if name == "shardrt_flat" else {})]])
         for name in CONTESTANTS
