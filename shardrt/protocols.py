@@ -134,8 +134,8 @@ class StepEngine(Protocol):
         """Start reducing a bucket's gradients onto their owners. A bucket that is already reduced costs nothing."""
         ...
 
-    def update(self) -> None:
-        """Step the local optimizer over this rank's shards; every bucket must be reduced."""
+    def update(self, buckets: Sequence[int] | None = None) -> None:
+        """Step the local optimizer over this rank's shards of these buckets, or of all; they must be reduced."""
         ...
 
     def gather(self, bucket: int) -> Work:
@@ -153,6 +153,22 @@ class Schedule(Protocol):
 
     def step(self, engine: StepEngine) -> None:
         """One complete update: when this returns, parameters are the same on all ranks."""
+        ...
+
+
+@runtime_checkable
+class OverlappingSchedule(Schedule, Protocol):
+    """A schedule that works during backward too. One instance serves all optimizers of a runtime: what it remembers
+    between ``bucket_ready`` and ``step`` it must keep by engine.
+    """
+
+    gathers_apart: bool
+    """Whether its gathers need a communicator of their own, since they are issued beside reductions."""
+    updates_early: bool
+    """Whether parameters are updated before ``step``, so that nothing can be done to the reduced gradients."""
+
+    def bucket_ready(self, engine: StepEngine, bucket: int) -> None:
+        """Inside backward: a bucket's gradients are there. Called for every bucket, in their order, on every rank."""
         ...
 
 

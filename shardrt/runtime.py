@@ -18,13 +18,15 @@ from shardrt.comm.membership import default_device_type, find_membership, start_
 from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
 from shardrt.config import RuntimeConfig
-from shardrt.errors import ConfigError, PeerError
+from shardrt.errors import ConfigError, PeerError, UnsupportedError
 from shardrt.handshake import Field, agreement, digest
 from shardrt.log import rank_logger
 from shardrt.optim.build import build_optimizer
-from shardrt.optim.clip import clip_by_norm
+from shardrt.optim.clip import clip_by_norm, covering
+from shardrt.optim.ddp import attach_to_ddp
 from shardrt.optim.engine import Gradients
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
@@ -93,8 +95,11 @@ class Runtime:
         self.backend_reason = self._chosen.reason
         self.bucket_bytes = _bytes(limits.bucket_mb, self._chosen.schedule.bucket_mb)
         self._timeout = limits.timeout
-        self._communicator = self._open_communicator()
         self._negotiated: dict[tuple[str, ...], Communicator] = {}
+        self._opened: list[Communicator] = []
+        with self.agreeing("communicator"):
+            self._process_group = self._join_group()
+            self._communicator = self._make_communicator()
         self.log.debug("runtime.built", backend=self.backend, reason=self.backend_reason)
 
     @classmethod
@@ -184,16 +189,60 @@ class Runtime:
             True
         """
         self._check_open()
-        alive = [made for made in (reference() for reference in self._optimizers) if made is not None]
         return clip_by_norm(
             target,
-            alive,
+            self._living_optimizers(),
             self.negotiate(()),
             device_type=self.device_type,
             max_norm=max_norm,
             norm_type=norm_type,
             error_if_nonfinite=error_if_nonfinite,
         )
+
+    def attach(self, ddp: torch.nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer reduce the gradients of a DistributedDataParallel module in its place.
+
+        DDP stops communicating gradients; the schedule reduces them, during backward if it overlaps. What else DDP
+        does (buffers, ``no_sync``, unused parameters) stays. Every rank must call it, once, before training.
+
+        Example:
+            >>> import os, shardrt, torch
+            >>> os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+            >>> torch.distributed.init_process_group("gloo")
+            >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+            >>> with shardrt.Runtime(schedule="bucket") as rt:
+            ...     rt.attach(ddp, rt.optimizer(ddp.named_parameters(), torch.optim.SGD, lr=0.1))
+            >>> torch.distributed.destroy_process_group()
+        """
+        self._check_open()
+        with self.agreeing("attach"):
+            attach_to_ddp(ddp, optimizer)
+
+    @contextmanager
+    def no_sync(self, target: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+        """Backward inside this block only accumulates: for all but the last of several before a step.
+
+        ``target`` is an optimizer of this runtime or a module that such optimizers train.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime(schedule="interleaved")
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+            >>> with rt.no_sync(opt):
+            ...     model(torch.ones(1, 4)).sum().backward()
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> opt.step()
+        """
+        watches = [made.watch for made in self._optimizers_of(target) if isinstance(made, ShardedOptimizer)]
+        paused = [watch for watch in watches if watch is not None and not watch.paused]
+        for watch in paused:
+            watch.paused = True
+        try:
+            yield
+        finally:
+            for watch in paused:
+                watch.paused = False
 
     @property
     def partitioner(self) -> Any:
@@ -218,14 +267,18 @@ class Runtime:
     @property
     def traffic(self) -> Traffic:
         """Bytes this rank has sent and received through its communicator."""
-        return self._communicator.traffic
+        total = Traffic()
+        for communicator in self._opened:
+            total = total + communicator.traffic
+        return total
 
     def close(self) -> None:
         """Give back what the runtime opened: its communicator's threads, and the process group if it started it."""
         if self._closed:
             return
         self._closed = True
-        self._communicator.close()
+        for communicator in self._opened:
+            communicator.close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -282,6 +335,17 @@ class Runtime:
             self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
         return self._negotiated[travelling]
 
+    def open_communicator(self, dtypes: Iterable[str]) -> Communicator:
+        """One more communicator over the same ranks, for operations that keep an order of their own."""
+        before = len(self._opened)
+        made = self._make_communicator()
+        if not made.capabilities.concurrent or len(self._opened) == before:
+            raise UnsupportedError(
+                f"schedule {self.schedule.name!r} issues collectives from backward beside others, but backend "
+                f"{self.backend!r} runs one communicator at a time; use schedule='sync'"
+            )
+        return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
+
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):
             self.registry.hook.shardrt_rank_failed(runtime=self, rank=rank, error=error)
@@ -302,28 +366,43 @@ class Runtime:
         }
         return {name: Field(value=value, fix=fix) for name, (value, fix) in values.items()}
 
-    def _open_communicator(self) -> Communicator:
-        with self.agreeing("communicator"):
-            process_group = self._membership.process_group
-            record = self._chosen.backend_record
-            if process_group is None and self._membership.store is not None and record is not None:
-                process_group = start_group(self._membership, record, timeout=self._timeout)
-                self._owns_group = process_group is not None
-            return self._chosen.make_communicator(
-                Group(
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    device_type=self.device_type,
-                    timeout=self._timeout,
-                    control=self._control,
-                    process_group=process_group,
-                    number=self._control.number,
-                )
+    def _join_group(self) -> Any:
+        record = self._chosen.backend_record
+        if self._membership.process_group is not None or self._membership.store is None or record is None:
+            return self._membership.process_group
+        started = start_group(self._membership, record, timeout=self._timeout)
+        self._owns_group = started is not None
+        return started
+
+    def _make_communicator(self) -> Communicator:
+        made = self._chosen.make_communicator(
+            Group(
+                rank=self.rank,
+                world_size=self.world_size,
+                device_type=self.device_type,
+                timeout=self._timeout,
+                control=self._control,
+                process_group=self._process_group,
+                number=self._control.number * _COMMUNICATORS + len(self._opened),
             )
+        )
+        if made not in self._opened:
+            self._opened.append(made)
+        return made
+
+    def _living_optimizers(self) -> list[ManagedOptimizer]:
+        return [made for made in (reference() for reference in self._optimizers) if made is not None]
+
+    def _optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> Sequence[ManagedOptimizer]:
+        return covering(target, self._living_optimizers())[0]
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this runtime is closed; make a new one")
+
+
+_COMMUNICATORS = 64
+"""Numbers that one runtime's communicators have before those of the next begin."""
 
 
 def _seconds(timeout: float) -> float:

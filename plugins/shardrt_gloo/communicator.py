@@ -29,6 +29,9 @@ from shardrt.errors import CommunicationError, ConfigError
 from shardrt.protocols import Group, ReduceOp
 
 _FIRST_TAG = 0x5D_0000
+_TAGS = 4096
+"""Operations that have a tag of their own before tags come round again: one that a rank skips ends in a timeout, and
+never in another operation's data."""
 _HALF = (torch.float16, torch.bfloat16)
 _JOINS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 Message = tuple[int, torch.Tensor]
@@ -48,7 +51,8 @@ class GlooCommunicator:
         self.world_size = group.world_size
         self.traffic = Traffic()
         self._group = group
-        self._tag = _FIRST_TAG + group.number
+        self._first_tag = _FIRST_TAG + group.number * _TAGS
+        self._operations = 0
         self._chunk_bytes = int(chunk_mb * 2**20)
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
@@ -227,15 +231,17 @@ class GlooCommunicator:
     def _post(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Start all messages, receives first; the returned call waits for them."""
         pg = self._group.process_group
+        self._operations += 1
+        tag = self._first_tag + self._operations % _TAGS
         posted: list[tuple[int, str, Any]] = []
         sent = received = 0
         for peer, tensor in receives:
             if tensor.numel():
-                posted.append((peer, "from", dist.irecv(tensor, group=pg, group_src=peer, tag=self._tag)))
+                posted.append((peer, "from", dist.irecv(tensor, group=pg, group_src=peer, tag=tag)))
                 received += tensor.nbytes
         for peer, tensor in sends:
             if tensor.numel():
-                posted.append((peer, "to", dist.isend(tensor, group=pg, group_dst=peer, tag=self._tag)))
+                posted.append((peer, "to", dist.isend(tensor, group=pg, group_dst=peer, tag=tag)))
                 sent += tensor.nbytes
         self.traffic.count(operation, sent=sent, received=received)
         return lambda: self._finish(operation, posted)

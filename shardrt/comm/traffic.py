@@ -33,6 +33,12 @@ class Traffic:
         """The counts as they are now."""
         return Traffic(self.sent, self.received, dict(self.operations))
 
+    def __add__(self, other: Traffic) -> Traffic:
+        operations = dict(self.operations)
+        for name, count in other.operations.items():
+            operations[name] = operations.get(name, 0) + count
+        return Traffic(self.sent + other.sent, self.received + other.received, operations)
+
     def __sub__(self, earlier: Traffic) -> Traffic:
         operations = {name: count - earlier.operations.get(name, 0) for name, count in self.operations.items()}
         return Traffic(self.sent - earlier.sent, self.received - earlier.received, operations)

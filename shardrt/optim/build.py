@@ -18,6 +18,7 @@ from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
 from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.protocols import OverlappingSchedule
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -53,9 +54,16 @@ def build_optimizer(
             reach=reach,
         )
         plan = planner.plan([param.spec() for param in named])
-        communicator = runtime.negotiate(spec.dtype for spec in plan.params)
+        dtypes = {spec.dtype for spec in plan.params}
+        communicator = runtime.negotiate(dtypes)
+        gather_communicator = None
         fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
     with runtime.agreeing("optimizer built"):
+        schedule = runtime.schedule
+        if runtime.world_size > 1 and isinstance(schedule, OverlappingSchedule):
+            # Backward may fill the buckets of two optimizers in an order that differs between ranks: each has its own.
+            communicator = runtime.open_communicator(dtypes)
+            gather_communicator = runtime.open_communicator(dtypes) if schedule.gathers_apart else None
         if runtime.world_size == 1:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         made = ShardedOptimizer(
@@ -65,7 +73,8 @@ def build_optimizer(
             groups,
             defaults,
             communicator=communicator,
-            schedule=runtime.schedule,
+            gather_communicator=gather_communicator,
+            schedule=schedule,
             gradients=gradients,
         )
     _settle_initial_values(runtime, made, named, initial)

@@ -24,7 +24,7 @@ def clip_by_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See :meth:`shardrt.Runtime.clip_grad_norm_`; ``optimizers`` are all those of the runtime."""
-    chosen, wanted = _covering(target, optimizers)
+    chosen, wanted = covering(target, optimizers)
     found = [optimizer.reduced_gradients(wanted) for optimizer in chosen]
     norm = global_norm([shard for shards, _ in found for shard in shards], communicator, norm_type, device_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -60,16 +60,14 @@ def global_norm(
     return powered.pow(1.0 / order)[0]
 
 
-def _covering(
+def covering(
     target: object, optimizers: Sequence[ManagedOptimizer]
 ) -> tuple[Sequence[ManagedOptimizer], set[torch.Tensor] | None]:
     """The optimizers that train a module's parameters and those parameters, or one optimizer and all it trains."""
     if isinstance(target, ManagedOptimizer):
         return [target], None
     if not isinstance(target, torch.nn.Module):
-        raise ConfigError(
-            f"clip_grad_norm_ takes a module or an optimizer of this runtime, got a {type(target).__name__}"
-        )
+        raise ConfigError(f"expected a module or an optimizer of this runtime, got a {type(target).__name__}")
     wanted: set[torch.Tensor] = set(target.parameters())
     trained = {optimizer: wanted & optimizer.trained() for optimizer in optimizers}
     covered = set().union(*trained.values()) if trained else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -10,6 +11,7 @@ import torch
 
 from shardrt.comm.waiting import start_and_wait
 from shardrt.errors import OptimizerError, SparseGradientError
+from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged, frozen_shard
 from shardrt.optim.params import NamedParam
 from shardrt.plan import Plan, Shard
@@ -48,11 +50,17 @@ class BucketEngine:
         *,
         gradients: Gradients,
         owned: Mapping[Shard, OwnedShard],
-        update: Callable[[], None],
+        update: Callable[[Sequence[OwnedShard] | None], None],
+        gather_communicator: Communicator | None = None,
+        watch: BackwardWatch | None = None,
+        adopts_gradients: bool = True,
     ) -> None:
         self.plan = plan
         self.owned = owned
         self._communicator = communicator
+        self._gather_communicator = gather_communicator or communicator
+        self._watch = watch
+        self._adopts = adopts_gradients
         self._gradients = gradients
         self._update = update
         self._buckets = [
@@ -74,14 +82,13 @@ class BucketEngine:
         at_work = self._buckets[bucket]
         if self._gradients == "reduced":
             return DONE
-        if at_work.reduction is not None and at_work.outdated:
+        if at_work.reduction is not None and at_work.gradients_changed():
             raise OptimizerError(
-                "gradients were accumulated after clip_grad_norm_ had reduced them and before step(); "
-                "call backward() for all of them first, then clip, then step"
+                "gradients were changed or accumulated after their reduction had started; clip with "
+                "rt.clip_grad_norm_, between the last backward and step(), or use schedule='sync'"
             )
         if at_work.reduction is None:
-            at_work.outdated = False
-            present = _collect_gradients(at_work.buffers)
+            present = _collect_gradients(at_work.buffers, self._adopts)
             at_work.present.copy_(torch.tensor(present, dtype=torch.int8))
             buffers = at_work.buffers
             assert buffers.gradients is not None
@@ -94,7 +101,15 @@ class BucketEngine:
                 ),
                 self._communicator.all_reduce(at_work.present, op="max"),
             )
+            at_work.note_gradients()
         return at_work.reduction
+
+    def renew(self, bucket: int) -> None:
+        """Another backward has added to the bucket: let the reduction of the one before end, and forget it."""
+        at_work = self._buckets[bucket]
+        if at_work.reduction is not None:
+            at_work.reduction.wait()
+            at_work.reduction = None
 
     def reduced_gradients(self, wanted: set[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Reduce every bucket, if that has not happened, and return the gradients of this rank's shards."""
@@ -107,13 +122,16 @@ class BucketEngine:
             and (wanted is None or (owned.slot is not None and owned.slot.param.tensor in wanted))
         ]
 
-    def _attach_gradients(self) -> None:
-        """Give every owned shard its reduced gradient, or None where no rank had one."""
+    def _attach_gradients(self, buckets: Sequence[int] | None = None) -> None:
+        """Give owned shards their reduced gradients, or None where no rank had one."""
+        chosen = self._buckets if buckets is None else [self._buckets[index] for index in buckets]
         if self._gradients == "reduced":
-            for owned in self.owned.values():
-                owned.stepped.grad = None if owned.slot is None else _part_of_gradient(owned.slot, owned.shard)
+            for bucket in chosen:
+                for _, owned in bucket.owned:
+                    assert owned.slot is not None
+                    owned.stepped.grad = _part_of_gradient(owned.slot, owned.shard)
             return
-        for bucket in self._buckets:
+        for bucket in chosen:
             everywhere = bool(bucket.present.all()) if bucket.present.numel() else True
             present = None if everywhere else bucket.present.tolist()
             for index, owned in bucket.owned:
@@ -121,13 +139,15 @@ class BucketEngine:
                 if owned.stepped.grad is not wanted:
                     owned.stepped.grad = wanted
 
-    def update(self) -> None:
-        """Step the local optimizer over this rank's shards."""
-        self._attach_gradients()
-        for bucket in self._buckets:
+    def update(self, buckets: Sequence[int] | None = None) -> None:
+        """Step the local optimizer over this rank's shards of some buckets, or of all."""
+        self._attach_gradients(buckets)
+        chosen = self._buckets if buckets is None else [self._buckets[index] for index in buckets]
+        for bucket in chosen:
             bucket.buffers.load_staged()
-        self._update()
-        self.forget_reduction()
+        self._update(None if buckets is None else [owned for bucket in chosen for _, owned in bucket.owned])
+        for bucket in chosen:
+            bucket.reduction = None
 
     def forget_reduction(self) -> None:
         """The next step reduces anew."""
@@ -137,7 +157,7 @@ class BucketEngine:
     def gather(self, bucket: int) -> Work:
         """Start spreading a bucket's parameters from their owners to everyone."""
         buffers = self._buckets[bucket].buffers
-        gathering = self._communicator.all_gather(buffers.params, buffers.bucket.splits)
+        gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
         return _Then(gathering, buffers.store_staged) if buffers.staged else gathering
 
     def follow_moved_parameters(self) -> None:
@@ -151,6 +171,10 @@ class BucketEngine:
             bucket.buffers.load_staged()
             self._communicator.broadcast(bucket.buffers.params, source).wait()
             bucket.buffers.store_staged()
+
+    def gradient_counts(self) -> list[int]:
+        """How many gradients fill each bucket."""
+        return [sum(slot.param.tensor.requires_grad for slot in bucket.buffers.slots) for bucket in self._buckets]
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters."""
@@ -179,12 +203,15 @@ class BucketEngine:
                 owned.stepped.data = frozen_shard(owned.shard, params[owned.shard.param])
 
     def _install_hooks(self) -> None:
-        for bucket in self._buckets:
+        for index, bucket in enumerate(self._buckets):
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
                 if tensor.requires_grad:
-                    move = _move_gradient_home(bucket, slot)
+                    arrived = None if self._watch is None else partial(self._watch.arrived, index)
+                    move = _move_gradient_home(bucket, slot, self._adopts, arrived)
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
+                    if self._watch is not None:
+                        self.hooks.append(tensor.register_hook(_wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
 
 
 @attrs.define(eq=False)
@@ -197,9 +224,21 @@ class _BucketAtWork:
     reduction: Work | None = None
     outdated: bool = False
     """Gradients have come in since the reduction was started."""
+    version: int = -1
     present: torch.Tensor = attrs.field(init=False)
     """For each slot, whether this rank (after the reduction: any rank) has a gradient. See
     Note [Missing gradients]."""
+
+    def note_gradients(self) -> None:
+        """Remember what the reduction was started with. Views share the counter of the buffer they are of, so one
+        number tells whether anybody has written to any gradient since."""
+        self.outdated = False
+        self.version = -1 if self.buffers.gradients is None else self.buffers.gradients._version
+
+    def gradients_changed(self) -> bool:
+        """Whether any gradient has changed since the reduction was started."""
+        now = -1 if self.buffers.gradients is None else self.buffers.gradients._version
+        return self.outdated or now != self.version
 
     @present.default
     def _no_gradients_yet(self) -> torch.Tensor:
@@ -211,7 +250,7 @@ class _BucketAtWork:
 # must know which case it is, so each bucket's reduction is followed by one byte per parameter.
 
 
-def _collect_gradients(buffers: BucketBuffers) -> list[int]:
+def _collect_gradients(buffers: BucketBuffers, adopts: bool) -> list[int]:
     """Bring every gradient of the bucket into its place; says for each slot whether there was one."""
     present = []
     targets: list[torch.Tensor] = []
@@ -229,7 +268,7 @@ def _collect_gradients(buffers: BucketBuffers) -> list[int]:
         if slot.gradient is not None:
             targets.append(slot.gradient)
             sources.append(gradient.detach())
-            if not gradient.requires_grad:
+            if adopts and not gradient.requires_grad:
                 tensor.grad = slot.gradient
         else:
             flat = gradient.detach().reshape(-1)
@@ -248,20 +287,33 @@ def _zero(buffers: BucketBuffers, slot: Slot) -> None:
         buffers.gradients[offset : offset + shard.numel].zero_()
 
 
-def _move_gradient_home(bucket: _BucketAtWork, slot: Slot) -> Callable[[torch.Tensor], None]:
+def _move_gradient_home(
+    bucket: _BucketAtWork, slot: Slot, adopts: bool, arrived: Callable[[], None] | None
+) -> Callable[[torch.Tensor], None]:
     name, home = slot.param.name, slot.gradient
 
     def hook(tensor: torch.Tensor) -> None:
         bucket.outdated = True
         gradient = tensor.grad
-        if gradient is home or gradient is None:
-            return
-        _refuse_sparse(name, gradient)
-        # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
-        if home is not None and not gradient.requires_grad:
-            check_unchanged(name, home, gradient)
-            home.copy_(gradient)
-            tensor.grad = home
+        if gradient is not home and gradient is not None:
+            _refuse_sparse(name, gradient)
+            # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
+            if adopts and home is not None and not gradient.requires_grad:
+                check_unchanged(name, home, gradient)
+                home.copy_(gradient)
+                tensor.grad = home
+        if arrived is not None:
+            arrived()
+
+    return hook
+
+
+def _wait_for_reduction(bucket: _BucketAtWork) -> Callable[[torch.Tensor], None]:
+    """Before a gradient is added to: the bytes it lies in may still be on their way from an earlier backward."""
+
+    def hook(_: torch.Tensor) -> None:
+        if bucket.reduction is not None:
+            bucket.reduction.wait()
 
     return hook
 

@@ -25,11 +25,25 @@ class LocalOptimizer:
         defaults: Mapping[str, Any],
     ) -> None:
         self.inner = _construct(optimizer_class, groups, defaults)
-        self.step: Callable[..., Any] = step_without_global_hooks(self.inner)
+        self._step: Callable[..., Any] = step_without_global_hooks(self.inner)
 
     def add_group(self, options: Mapping[str, Any], shards: Sequence[torch.Tensor]) -> None:
         """A group the user added later; a rank may own nothing of it."""
         self.inner.add_param_group({**options, "params": list(shards)})
+
+    def step(self, shards: set[torch.nn.Parameter] | None = None) -> None:
+        """Step all shards, or only some; the others are not looked at."""
+        if shards is None:
+            self._step()
+            return
+        everything = [group["params"] for group in self.inner.param_groups]
+        try:
+            for group in self.inner.param_groups:
+                group["params"] = [param for param in group["params"] if param in shards]
+            self._step()
+        finally:
+            for group, params in zip(self.inner.param_groups, everything, strict=True):
+                group["params"] = params
 
     def options(self, index: int) -> dict[str, Any]:
         """The options of a group, with the class's defaults filled in."""

@@ -11,13 +11,14 @@ import torch
 
 from shardrt.errors import OptimizerError, UnsupportedError
 from shardrt.optim.agreement import agree_on_values, optimizer_fields
+from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients, OwnedShard
 from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.plan import Plan, Shard
-from shardrt.protocols import Communicator, Schedule
+from shardrt.protocols import Communicator, OverlappingSchedule, Schedule
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -42,10 +43,18 @@ class ShardedOptimizer(ManagedOptimizer):
         defaults: Mapping[str, Any],
         *,
         communicator: Communicator,
+        gather_communicator: Communicator | None,
         schedule: Schedule,
         gradients: Gradients,
     ) -> None:
         self._prepare(runtime, planner, plan)
+        self._gather_communicator = gather_communicator
+        self._leaves_gradients = False
+        self.watch: BackwardWatch | None = None
+        if isinstance(schedule, OverlappingSchedule) and gradients != "reduced":
+            # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
+            bucket_ready = weakref.WeakMethod(self._bucket_ready)
+            self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
         self.gradients: Gradients = gradients
         self._communicator = communicator
         self._schedule = schedule
@@ -80,7 +89,11 @@ class ShardedOptimizer(ManagedOptimizer):
             )
         with self._runtime.telling_peers(), torch.no_grad():
             self._notice_changes()
+            if self.watch is not None:
+                self.watch.check_complete()
             self._schedule.step(self._ready_engine)
+            if self.watch is not None:
+                self.watch.rounds = 0
         self._finished(started)
         return loss
 
@@ -111,6 +124,11 @@ class ShardedOptimizer(ManagedOptimizer):
 
         Gradients that came reduced are whole on every rank, and so are all scaled on every rank.
         """
+        if isinstance(self._schedule, OverlappingSchedule) and self._schedule.updates_early:
+            raise UnsupportedError(
+                f"schedule {self._schedule.name!r} updates parameters during backward, so gradients cannot be clipped "
+                "by a norm that is known only afterwards; use schedule='bucket'"
+            )
         with self._runtime.telling_peers():
             self._notice_changes()
             shards = self._ready_engine.reduced_gradients(wanted)
@@ -118,6 +136,13 @@ class ShardedOptimizer(ManagedOptimizer):
             return shards, shards
         tensors = (param.tensor for param in self._params.values())
         return shards, [t.grad for t in tensors if t.grad is not None and (wanted is None or t in wanted)]
+
+    def leave_gradients_to(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+        """DDP keeps gradients in buckets of its own and writes to them after backward: they are copied, not moved."""
+        self._leaves_gradients = True
+        if self.watch is not None:
+            self.watch.synchronised = lambda: bool(ddp.require_backward_grad_sync)
+        self._build_engine()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: what torch's format has no place for would silently be left out."""
@@ -164,15 +189,34 @@ class ShardedOptimizer(ManagedOptimizer):
             gradients=self.gradients,
             owned=self._owned,
             update=self._update_shards,
+            gather_communicator=self._gather_communicator,
+            watch=self.watch,
+            adopts_gradients=not self._leaves_gradients,
         )
+        if self.watch is not None:
+            self.watch.start_over(self._engine.gradient_counts())
         self._hooks[:] = self._engine.hooks
         self._tensors = [param.tensor for param in self._params.values()]
         self._trained = [spec.trainable for spec in self.plan.params]
         self._runtime.plan_built(self.plan)
 
-    def _update_shards(self) -> None:
+    def _bucket_ready(self, bucket: int) -> None:
+        assert self.watch is not None
+        assert isinstance(self._schedule, OverlappingSchedule)
+        if self._schedule.updates_early and self.watch.rounds:
+            raise OptimizerError(
+                f"a second backward before step(): schedule {self._schedule.name!r} has updated the parameters with "
+                "the first already; accumulate inside rt.no_sync(opt), or use schedule='bucket'"
+            )
+        with self._runtime.telling_peers(), torch.no_grad():
+            if bucket == 0:
+                self._ready_engine.follow_moved_parameters()
+            self._ready_engine.renew(bucket)
+            self._schedule.bucket_ready(self._ready_engine, bucket)
+
+    def _update_shards(self, owned: Sequence[OwnedShard] | None) -> None:
         self._local.take_options(self.param_groups)
-        self._local.step()
+        self._local.step(None if owned is None else {one.stepped for one in owned})
         self._local.give_options(self.param_groups)
         if len(self.state) != len(self._local.inner.state):
             self._show_state()
@@ -221,6 +265,12 @@ def _parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
     # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
     vars(stepped).update(vars(param.tensor))
     return stepped
+
+
+def _call(method: weakref.WeakMethod[Any], bucket: int) -> None:
+    alive = method()
+    if alive is not None:
+        alive(bucket)
 
 
 def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardrt_bucket_schedule import BucketSchedule
 from shardrt_gloo.communicator import GlooCommunicator
+from shardrt_interleaved.schedule import InterleavedSchedule
 from shardrt_sync import SyncSchedule
 
 from shardrt import Group
@@ -23,6 +25,18 @@ class TestGlooInSmallChunks(BackendConformance):
     @classmethod
     def make(cls, group: Group) -> Any:
         return GlooCommunicator(group, chunk_mb=0.01)
+
+
+class TestBucket(ScheduleConformance):
+    @classmethod
+    def make(cls) -> Any:
+        return BucketSchedule()
+
+
+class TestInterleaved(ScheduleConformance):
+    @classmethod
+    def make(cls) -> Any:
+        return InterleavedSchedule()
 
 
 class TestSync(ScheduleConformance):

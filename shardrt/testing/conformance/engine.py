@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import attrs
@@ -55,17 +56,17 @@ class RecordingEngine:
     fault: tuple[Fault, int] | None = None
     """Fail at this place, in this bucket."""
     events: list[tuple[str, int]] = attrs.field(factory=list)
-    """What happened, in order; the bucket of an update is -1."""
+    """What happened, in order."""
     works: list[RecordedWork] = attrs.field(factory=list)
 
     def reduce(self, bucket: int) -> RecordedWork:
         """Start a reduction that takes until it is waited for."""
         return self._start("reduce", bucket)
 
-    def update(self) -> None:
-        """Step nothing."""
+    def update(self, buckets: Sequence[int] | None = None) -> None:
+        """Step nothing. A fault of the update, in bucket -1, is one of every update."""
         self.fail_if_told("update", -1)
-        self.events.append(("update", -1))
+        self.events.extend(("update", bucket) for bucket in (range(self.bucket_count) if buckets is None else buckets))
 
     def gather(self, bucket: int) -> RecordedWork:
         """Start a gather that takes until it is waited for."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shardrt.protocols import Schedule
+from shardrt.protocols import OverlappingSchedule, Schedule
 from shardrt.testing.conformance.engine import EngineFault, Fault, RecordingEngine
 from shardrt.testing.conformance.training import train_beside_twin
 from shardrt.testing.functions import import_path
@@ -54,28 +54,29 @@ class ScheduleConformance:
 
     @_each_count
     def test_complete_step(self, buckets: int) -> None:
-        """Every bucket is reduced once before the one update and gathered once after it; nothing is left under way."""
+        """Every bucket is reduced, then updated, then gathered, once each; nothing is left under way."""
         schedule = self.make()
-        for _ in range(3):
+        for in_backward in (0, buckets // 2, buckets):
             engine = RecordingEngine(bucket_count=buckets)
+            _backward(schedule, engine, in_backward)
             schedule.step(engine)
-            everyone = list(range(buckets))
-            assert [event for event in engine.events if event[0] == "update"] == [("update", -1)]
-            assert sorted(bucket for kind, bucket in engine.issued() if kind == "reduce") == everyone
-            assert sorted(bucket for kind, bucket in engine.issued() if kind == "gather") == everyone
-            update = engine.events.index(("update", -1))
-            assert sorted(bucket for kind, bucket in engine.events[:update] if kind == "reduce done") == everyone
-            assert all(kind != "gather" for kind, _ in engine.events[:update])
+            for kind in ("reduce", "reduce done", "update", "gather", "gather done"):
+                assert sorted(bucket for event, bucket in engine.events if event == kind) == list(range(buckets)), kind
+            for bucket in range(buckets):
+                places = [engine.events.index((kind, bucket)) for kind in ("reduce done", "update", "gather")]
+                assert places == sorted(places)
             assert engine.outstanding() == []
 
     @_each_count
     def test_order_does_not_depend_on_time(self, buckets: int) -> None:
-        """Ranks are never equally fast, yet must make their collective calls in one order."""
+        """Ranks are never equally fast, nor fill their buckets alike, yet must make their calls in one order."""
         orders = []
         for rank in range(8):
+            schedule = self.make()
             engine = RecordingEngine(bucket_count=buckets, delays=random.Random(rank))
-            self.make().step(engine)
-            orders.append(engine.issued())
+            _backward(schedule, engine, rank % (buckets + 1))
+            schedule.step(engine)
+            orders.append(_orders(schedule, engine))
         assert all(order == orders[0] for order in orders)
 
     @_each_bucket
@@ -83,8 +84,7 @@ class ScheduleConformance:
     def test_errors_pass_through(self, place: Fault, bucket: int) -> None:
         """An error reaches the caller as it is, and only after everything under way has been waited for."""
         engine = self._step_with_fault(place, bucket)
-        updates = [event for event in engine.events if event[0] == "update"]
-        assert len(updates) == (0 if place.startswith("reduce") else 1)
+        assert (("update", bucket) in engine.events) == place.startswith("gather")
 
     def test_error_in_update(self) -> None:
         """Nothing is gathered from an update that failed."""
@@ -99,7 +99,17 @@ class ScheduleConformance:
         engine, fresh = RecordingEngine(bucket_count=_BUCKETS), RecordingEngine(bucket_count=_BUCKETS)
         schedule.step(engine)
         self.make().step(fresh)
-        assert engine.events == fresh.events
+        assert _orders(schedule, engine) == _orders(schedule, fresh)
+
+    def test_serves_several_optimizers(self) -> None:
+        """What is under way for one engine is not mixed up with another's."""
+        schedule = self.make()
+        engines = [RecordingEngine(bucket_count=_BUCKETS) for _ in range(2)]
+        for engine in engines:
+            _backward(schedule, engine, _BUCKETS)
+        for engine in engines:
+            schedule.step(engine)
+            assert len(engine.issued()) == 2 * _BUCKETS and engine.outstanding() == []
 
     @pytest.mark.parametrize("partitioner", ["greedy", "flat"])
     @pytest.mark.parametrize("bucket_mb", [None, 0.004], ids=["own-buckets", "small-buckets"])
@@ -119,3 +129,17 @@ class ScheduleConformance:
             self.make().step(engine)
         assert engine.outstanding() == []
         return engine
+
+
+def _backward(schedule: Schedule, engine: RecordingEngine, buckets: int) -> None:
+    """Fill the first buckets during backward, for a schedule that listens."""
+    if isinstance(schedule, OverlappingSchedule):
+        for bucket in range(buckets):
+            schedule.bucket_ready(engine, bucket)
+
+
+def _orders(schedule: Schedule, engine: RecordingEngine) -> list[list[tuple[str, int]]]:
+    """The calls of each communicator, in order."""
+    apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+    kinds = (("reduce",), ("gather",)) if apart else (("reduce", "gather"),)
+    return [[call for call in engine.issued() if call[0] in some] for some in kinds]

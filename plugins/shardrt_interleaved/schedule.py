@@ -1,0 +1,103 @@
+"""Stepping in a thread of its own, so that backward never waits for the network."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from weakref import WeakKeyDictionary
+
+import attrs
+
+from shardrt.comm.waiting import start_and_wait
+from shardrt.protocols import StepEngine, Work
+
+
+class InterleavedSchedule:
+    """Reductions are issued by backward, in bucket order. A thread waits for each, steps the bucket and issues its
+    gather on a second communicator, in the same order. Both orders follow from the buckets alone.
+    """
+
+    name = "interleaved"
+    bucket_mb: float | None = 25.0
+    gathers_apart = True
+    updates_early = True
+
+    def __init__(self) -> None:
+        self._iterations: WeakKeyDictionary[StepEngine, _Iteration] = WeakKeyDictionary()
+        self._queue: SimpleQueue[_SteppedBucket] | None = None
+
+    def bucket_ready(self, engine: StepEngine, bucket: int) -> None:
+        """Start the reduction and leave the rest to the thread."""
+        self._start(engine, bucket)
+
+    def step(self, engine: StepEngine) -> None:
+        """Wait until every bucket is complete; start those that backward has not brought."""
+        try:
+            start_and_wait(lambda bucket: self._start(engine, bucket), range(engine.bucket_count))
+        finally:
+            self._iterations.pop(engine, None)
+
+    def _start(self, engine: StepEngine, bucket: int) -> _SteppedBucket:
+        iteration = self._iterations.setdefault(engine, _Iteration())
+        if bucket not in iteration.buckets:
+            stepped = _SteppedBucket(engine, bucket, engine.reduce(bucket), iteration)
+            iteration.buckets[bucket] = stepped
+            self._running_queue().put(stepped)
+        return iteration.buckets[bucket]
+
+    def _running_queue(self) -> SimpleQueue[_SteppedBucket]:
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            threading.Thread(target=_serve, args=(self._queue,), name="shardrt-interleaved", daemon=True).start()
+        return self._queue
+
+
+@attrs.define(eq=False)
+class _Iteration:
+    """The buckets of one engine between two steps."""
+
+    buckets: dict[int, _SteppedBucket] = attrs.field(factory=dict)
+    failed: bool = False
+    """After a failure nothing more is updated; reductions under way are still seen through."""
+
+
+class _SteppedBucket:
+    """One bucket on its way through reduction, step and gather."""
+
+    def __init__(self, engine: StepEngine, bucket: int, reduction: Work, iteration: _Iteration) -> None:
+        self._engine = engine
+        self._bucket = bucket
+        self._reduction = reduction
+        self._iteration = iteration
+        self._gather: Work | None = None
+        self._error: Exception | None = None
+        self._issued = threading.Event()
+
+    def run(self) -> None:
+        """In the thread: everything up to the start of the gather."""
+        try:
+            self._reduction.wait()
+            if not self._iteration.failed:
+                self._engine.update([self._bucket])
+                self._gather = self._engine.gather(self._bucket)
+        except Exception as error:
+            self._error = error
+            self._iteration.failed = True
+        finally:
+            self._issued.set()
+
+    def wait(self) -> None:
+        """In the step: until the gather is done. Ends, since every wait of the thread ends by its timeout."""
+        self._issued.wait()
+        if self._error is not None:
+            raise self._error
+        if self._gather is not None:
+            self._gather.wait()
+
+
+def _serve(queue: SimpleQueue[_SteppedBucket]) -> None:
+    import torch
+
+    with torch.no_grad():
+        while True:
+            queue.get().run()
