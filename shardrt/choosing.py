@@ -11,7 +11,7 @@ import attrs
 from shardrt.comm.availability import choose_backend, require_available
 from shardrt.comm.membership import Membership, check_group_fits
 from shardrt.config import Choice
-from shardrt.errors import ConfigError
+from shardrt.errors import ConfigError, PluginError
 from shardrt.protocols import Communicator, Group, Partitioner, Schedule
 from shardrt.registry import BackendRecord, Registry
 
@@ -82,7 +82,13 @@ def _make(kind: str, given: Any, find: Callable[[str], Any], protocol: type) -> 
             )
         return given
     choice = Choice.parse(kind, given)
-    return call_factory(kind, choice, find(choice.name).factory)
+    made = call_factory(kind, choice, find(choice.name).factory)
+    if not isinstance(made, protocol):
+        raise PluginError(
+            f"the factory of {kind} {choice.name!r} made a {type(made).__name__}, which is no {kind}: that has "
+            f"{_members(protocol)}; upgrade or report the plugin"
+        )
+    return made
 
 
 def call_factory(kind: str, choice: Choice, factory: Callable[..., Any], *arguments: Any) -> Any:

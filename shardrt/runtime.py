@@ -80,6 +80,8 @@ class Runtime:
         self.log = rank_logger(self.rank, self.world_size)
         with self.agreeing("Runtime") as fields:
             self.device_type = default_device_type(None if device is None else str(device))
+            if isinstance(plugins, str) or not isinstance(plugins, Sequence):
+                raise ConfigError(f"plugins must be a list of objects with hook implementations, got {plugins!r}")
             self.registry = load_registry(plugins)
             self._chosen: Chosen = choose(
                 self.registry,
@@ -106,7 +108,7 @@ class Runtime:
     def from_config(cls, config: Mapping[str, Any] | str | Path, **extra: Any) -> Self:
         """A runtime from a plain mapping, or from a TOML file (its ``[shardrt]`` or ``[tool.shardrt]`` table).
 
-        ``extra`` takes what no configuration can hold: ``process_group`` and ``plugins``.
+        ``extra`` takes what no configuration can hold (``process_group``, ``plugins``) and overrides what it does.
 
         Example:
             >>> import shardrt
@@ -114,17 +116,21 @@ class Runtime:
             ...     print(rt.partitioner.name)
             flat
         """
-        read = RuntimeConfig.from_mapping if isinstance(config, Mapping) else RuntimeConfig.from_toml
-        parsed = read(config)  # type: ignore[arg-type]
-        return cls(
-            partitioner=parsed.partitioner,
-            backend=parsed.backend,
-            schedule=parsed.schedule,
-            device=parsed.device,
-            bucket_mb=parsed.bucket_mb,
-            timeout=parsed.timeout,
-            **extra,
-        )
+        if isinstance(config, Mapping):
+            parsed = RuntimeConfig.from_mapping(config)
+        elif isinstance(config, (str, Path)):
+            parsed = RuntimeConfig.from_toml(config)
+        else:
+            raise ConfigError(f"from_config takes a mapping or the path of a TOML file, got a {type(config).__name__}")
+        settings: dict[str, Any] = {
+            "partitioner": parsed.partitioner,
+            "backend": parsed.backend,
+            "schedule": parsed.schedule,
+            "device": parsed.device,
+            "bucket_mb": parsed.bucket_mb,
+            "timeout": parsed.timeout,
+        }
+        return cls(**{**settings, **extra})
 
     def optimizer(
         self,
@@ -335,16 +341,23 @@ class Runtime:
             self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
         return self._negotiated[travelling]
 
-    def open_communicator(self, dtypes: Iterable[str]) -> Communicator:
-        """One more communicator over the same ranks, for operations that keep an order of their own."""
-        before = len(self._opened)
-        made = self._make_communicator()
-        if not made.capabilities.concurrent or len(self._opened) == before:
+    def open_communicator(self, dtypes: Iterable[str], *, apart: bool) -> Communicator:
+        """A communicator for operations with an order of their own: one optimizer's, or one kind of its operations.
+
+        Where the backend runs one communicator at a time it is the common one, which will not do if they must be kept
+        ``apart``.
+        """
+        if self._communicator.capabilities.concurrent:
+            before = len(self._opened)
+            made = self._make_communicator()
+            if len(self._opened) > before:
+                return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
+        if apart:
             raise UnsupportedError(
                 f"schedule {self.schedule.name!r} issues collectives from backward beside others, but backend "
                 f"{self.backend!r} runs one communicator at a time; use schedule='sync'"
             )
-        return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
+        return self.negotiate(dtypes)
 
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):
@@ -393,15 +406,15 @@ class Runtime:
     def _living_optimizers(self) -> list[ManagedOptimizer]:
         return [made for made in (reference() for reference in self._optimizers) if made is not None]
 
-    def _optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> Sequence[ManagedOptimizer]:
-        return covering(target, self._living_optimizers())[0]
+    def _optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> list[ManagedOptimizer]:
+        return [optimizer for optimizer, _ in covering(target, self._living_optimizers())]
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this runtime is closed; make a new one")
 
 
-_COMMUNICATORS = 64
+_COMMUNICATORS = 4096
 """Numbers that one runtime's communicators have before those of the next begin."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardrt import Availability, BackendRecord, Group, hookimpl
 from shardrt.protocols import Communicator
@@ -26,10 +25,10 @@ def shardrt_backends() -> Iterator[BackendRecord]:
     )
 
 
-def _make(group: Group, **options: Any) -> Communicator:
+def _make(group: Group, *, chunk_mb: float = 4.0) -> Communicator:
     from shardrt_gloo.communicator import GlooCommunicator
 
-    return GlooCommunicator(group, **options)
+    return GlooCommunicator(group, chunk_mb=chunk_mb)
 
 
 def _probe() -> Availability:

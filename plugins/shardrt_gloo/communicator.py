@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,10 +30,6 @@ from shardrt.comm.thread import OperationThread, ThreadedWork
 from shardrt.errors import CommunicationError, ConfigError
 from shardrt.protocols import Group, ReduceOp
 
-_FIRST_TAG = 0x5D_0000
-_TAGS = 4096
-"""Operations that have a tag of their own before tags come round again: one that a rank skips ends in a timeout, and
-never in another operation's data."""
 _HALF = (torch.float16, torch.bfloat16)
 _JOINS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 Message = tuple[int, torch.Tensor]
@@ -51,14 +49,18 @@ class GlooCommunicator:
         self.world_size = group.world_size
         self.traffic = Traffic()
         self._group = group
-        self._first_tag = _FIRST_TAG + group.number * _TAGS
-        self._operations = 0
+        self._issued = 0
+        self._running = 0
         self._chunk_bytes = int(chunk_mb * 2**20)
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._thread = OperationThread(
-            name=f"shardrt-gloo-{group.number}", rank=group.rank, timeout=group.timeout, control=group.control
+            name=f"shardrt-gloo-{group.number}",
+            rank=group.rank,
+            timeout=group.timeout,
+            control=group.control,
+            abort=self._close_connections,
         )
 
     def reduce_scatter(
@@ -74,15 +76,13 @@ class GlooCommunicator:
         check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
         runs = torch.split(buffer, list(splits))
         result = runs[self.rank] if output is None else output
-        return self._thread.submit(
-            "reduce_scatter", lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average)
-        )
+        return self._submit("reduce_scatter", lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average))
 
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
         runs = torch.split(buffer, list(splits))
-        return self._thread.submit("all_gather", lambda: self._spread_runs("all_gather", runs))
+        return self._submit("all_gather", lambda: self._spread_runs("all_gather", runs))
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
@@ -102,13 +102,13 @@ class GlooCommunicator:
                 receives=[(peer, received[peer]) for peer in self._peers],
             )
 
-        return self._thread.submit("all_to_all", run)
+        return self._submit("all_to_all", run)
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> ThreadedWork:
         """Down a binomial tree: each round doubles the ranks that have the data."""
         check_flat("broadcast", buffer, self.rank)
         check_source("broadcast", source, self.world_size, self.rank)
-        return self._thread.submit("broadcast", lambda: self._broadcast(buffer, source))
+        return self._submit("broadcast", lambda: self._broadcast(buffer, source))
 
     def barrier(self) -> None:
         """An all-reduce of one element."""
@@ -130,7 +130,17 @@ class GlooCommunicator:
             self._reduce_runs(operation, runs, runs[self.rank], op, average)
             self._spread_runs(operation, runs)
 
-        return self._thread.submit(operation, run)
+        return self._submit(operation, run)
+
+    def _submit(self, operation: str, run: Callable[[], None]) -> ThreadedWork:
+        self._issued += 1
+        number = self._issued
+
+        def numbered() -> None:
+            self._running = number
+            run()
+
+        return self._thread.submit(f"{operation} (number {number} of communicator {self._group.number})", numbered)
 
     def _reduce_runs(
         self, operation: str, runs: Sequence[torch.Tensor], result: torch.Tensor, op: ReduceOp, average: bool
@@ -231,17 +241,19 @@ class GlooCommunicator:
     def _post(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
         """Start all messages, receives first; the returned call waits for them."""
         pg = self._group.process_group
-        self._operations += 1
-        tag = self._first_tag + self._operations % _TAGS
         posted: list[tuple[int, str, Any]] = []
         sent = received = 0
         for peer, tensor in receives:
             if tensor.numel():
-                posted.append((peer, "from", dist.irecv(tensor, group=pg, group_src=peer, tag=tag)))
+                with self._naming(operation, "from", peer):
+                    work = dist.irecv(tensor, group=pg, group_src=peer, tag=self._tag(operation, tensor))
+                posted.append((peer, "from", work))
                 received += tensor.nbytes
         for peer, tensor in sends:
             if tensor.numel():
-                posted.append((peer, "to", dist.isend(tensor, group=pg, group_dst=peer, tag=tag)))
+                with self._naming(operation, "to", peer):
+                    work = dist.isend(tensor, group=pg, group_dst=peer, tag=self._tag(operation, tensor))
+                posted.append((peer, "to", work))
                 sent += tensor.nbytes
         self.traffic.count(operation, sent=sent, received=received)
         return lambda: self._finish(operation, posted)
@@ -249,21 +261,43 @@ class GlooCommunicator:
     def _finish(self, operation: str, posted: Sequence[tuple[int, str, Any]]) -> None:
         deadline = time.monotonic() + self._group.timeout
         for peer, direction, work in posted:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"rank {self.rank}: {operation} {direction} rank {peer} failed or took longer than "
-                    f"{self._group.timeout:g} s: {_first_line(error)}; see why rank {peer} ended or is stuck, or raise "
-                    "Runtime(timeout=...)"
-                ) from error
+            with self._naming(operation, direction, peer):
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         self._thread.note_progress()
+
+    @contextmanager
+    def _naming(self, operation: str, direction: str, peer: int) -> Iterator[None]:
+        """Gloo's errors say neither what was going on nor with whom."""
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            took = time.monotonic() - started
+            what = (
+                f"took longer than {self._group.timeout:g} s; rank {peer} is stuck, or makes other calls than this rank"
+                if took > 0.9 * self._group.timeout
+                else f"failed after {took:.1f} s: {str(error).splitlines()[0]}; see why rank {peer} ended"
+            )
+            raise CommunicationError(
+                f"rank {self.rank}: {operation} (number {self._running} of communicator {self._group.number}) "
+                f"{direction} rank {peer} {what}, or raise Runtime(timeout=...)"
+            ) from error
+
+    def _tag(self, operation: str, tensor: torch.Tensor) -> int:
+        """Only messages of the same operation, of the same number and size, ever meet.
+
+        Ranks that make different calls then end in a timeout, and never in one another's data.
+        """
+        words = f"{self._group.number}/{self._running}/{operation}/{tensor.dtype}/{tensor.numel()}"
+        return zlib.crc32(words.encode()) & 0x7FFF_FFFF
+
+    def _close_connections(self) -> None:
+        """End waits that nobody wants any more: Gloo closes a group's connections when a wait of it times out."""
+        with suppress(RuntimeError):
+            never = dist.irecv(torch.zeros(1), group=self._group.process_group, group_src=self._peers[0], tag=0)
+            assert never is not None
+            never.wait(timedelta(milliseconds=1))
 
 
 def _doublings(limit: int) -> Iterator[int]:
     return itertools.takewhile(lambda distance: distance < limit, (2**power for power in itertools.count()))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -74,14 +74,14 @@ class StoreControl:
         """Every rank's value, in rank order; see :class:`shardrt.protocols.ControlChannel`."""
         self._exchanges += 1
         own_key = self._key(self.rank)
-        self._store.set(own_key, json.dumps({"topic": topic, "value": value}))
+        self._store.set(own_key, json.dumps({"topic": topic, "world_size": self.world_size, "value": value}))
         limit = self.timeout if timeout is None else timeout
         collected = self._collect(limit) if self.rank == 0 else self._read_collected(limit)
         self._store.delete_key(own_key)
         if "missing" in collected:
             self._raise_missing(topic, collected["missing"], limit)
         messages = collected["messages"]
-        self._check_topics([message["topic"] for message in messages])
+        self._check_same_call(messages)
         return [message["value"] for message in messages]
 
     def report_failure(self, error: str) -> None:
@@ -92,9 +92,12 @@ class StoreControl:
     def raise_if_peer_failed(self) -> None:
         """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
         key = f"{self._prefix}/failed"
-        if not self._store.check([key]):
+        try:
+            if not self._store.check([key]):
+                return
+            note = json.loads(self._store.get(key))
+        except RuntimeError:  # the store is gone with its host: who waits learns of that by other ways
             return
-        note = json.loads(self._store.get(key))
         if note["rank"] == self.rank:
             return
         self.peer_failed(note["rank"], note["error"])
@@ -166,7 +169,15 @@ class StoreControl:
             "stuck elsewhere or skips this call, or raise Runtime(timeout=...)"
         )
 
-    def _check_topics(self, topics: list[str]) -> None:
+    def _check_same_call(self, messages: list[dict[str, Any]]) -> None:
+        sizes = [*(message["world_size"] for message in messages), self.world_size]
+        for rank, size in zip([*range(len(messages)), self.rank], sizes, strict=True):
+            if size != sizes[0]:
+                raise HandshakeError(
+                    f"ranks disagree on the number of ranks: rank 0 has {sizes[0]}, rank {rank} has {size}; "
+                    "fix: start every rank with the same WORLD_SIZE"
+                )
+        topics = [message["topic"] for message in messages]
         for rank, topic in enumerate(topics):
             if topic != topics[0]:
                 raise HandshakeError(

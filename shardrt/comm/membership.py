@@ -42,7 +42,12 @@ def find_membership(process_group: Any, *, timeout: float, environ: Mapping[str,
         return _from_group(process_group, "the process group it was given", timeout)
     if dist.is_available() and dist.is_initialized():
         return _from_group(dist.group.WORLD, "the default process group", timeout)
-    if int(environ.get("WORLD_SIZE", "1")) > 1:
+    if environ.get("RANK") and not environ.get("WORLD_SIZE"):
+        raise ConfigError(
+            f"RANK={environ['RANK']} is set but WORLD_SIZE is not, so this process cannot know whether it is alone; "
+            "start with torchrun, or unset RANK"
+        )
+    if _whole_number(environ, "WORLD_SIZE", "1") > 1:
         return _from_launcher(environ, timeout)
     return Membership(rank=0, world_size=1, origin="this process alone", control=LocalControl())
 
@@ -67,7 +72,7 @@ def _from_launcher(environ: Mapping[str, str], timeout: float) -> Membership:
             f"WORLD_SIZE={environ['WORLD_SIZE']} asks for several ranks, but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set; start with torchrun, or unset WORLD_SIZE"
         )
-    rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    rank, world_size = _whole_number(environ, "RANK"), _whole_number(environ, "WORLD_SIZE")
     try:
         store, rank, world_size = next(
             rendezvous("env://", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
@@ -85,6 +90,13 @@ def _from_launcher(environ: Mapping[str, str], timeout: float) -> Membership:
         control=StoreControl(PrefixStore("shardrt", store), rank=rank, world_size=world_size, timeout=timeout),
         store=store,
     )
+
+
+def _whole_number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    value = environ.get(name) or default
+    if not value.isdigit():
+        raise ConfigError(f"{name}={value!r} is not a whole number; start with torchrun, or unset it")
+    return int(value)
 
 
 def start_group(membership: Membership, record: BackendRecord, *, timeout: float) -> Any:

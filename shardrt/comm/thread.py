@@ -7,6 +7,7 @@ streams of operations that need no common order use two communicators.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -39,13 +40,23 @@ class ThreadedWork:
         if not self._done.is_set():
             self._owner.wait_for(self._done, self.operation)
         if self.error is not None:
+            self._owner.look_for_cause()
             raise self.error
 
 
 class OperationThread:
     """Runs operations one after the other; after the first failure every further one fails at once, saying why."""
 
-    def __init__(self, *, name: str, rank: int, timeout: float, control: ControlChannel) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        timeout: float,
+        control: ControlChannel,
+        abort: Callable[[], None] | None = None,
+    ) -> None:
+        """``abort`` ends whatever operation is under way; called when nobody waits for it any more."""
         self._rank = rank
         self._timeout = timeout
         self._control = control
@@ -54,8 +65,11 @@ class OperationThread:
         self._progress = time.monotonic()
         self._closed = False
         self._given_up = False
+        self._abort = abort
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        # A thread that is still inside the network layer when the interpreter ends would take the process down with it.
+        atexit.register(self._leave)
 
     def submit(self, operation: str, run: Callable[[], None]) -> ThreadedWork:
         """Queue an operation."""
@@ -82,14 +96,30 @@ class OperationThread:
                 )
             self._given_up = False
 
+    def look_for_cause(self) -> None:
+        """A connection that broke is often the consequence of a failure that its rank has reported: that is raised."""
+        deadline = time.monotonic() + _LOOK_FOR_FAILURES_SECONDS
+        while time.monotonic() < deadline:
+            self._control.raise_if_peer_failed()
+            time.sleep(0.05)
+
     def close(self) -> None:
         """Let queued operations finish and end the thread."""
         if self._closed:
             return
+        atexit.unregister(self._leave)
+        self._end(patience=0.0 if self._given_up or self._broken is not None else self._timeout)
+
+    def _leave(self) -> None:
+        self._end(patience=0.0)
+
+    def _end(self, patience: float) -> None:
         self._closed = True
         self._queue.put(None)
-        # A thread stuck in the network layer is left behind: it is a daemon, and its own timeout ends it.
-        self._thread.join(timeout=0.1 if self._given_up or self._broken is not None else self._timeout)
+        self._thread.join(timeout=patience + 0.1)
+        if self._thread.is_alive() and self._abort is not None:
+            self._abort()
+            self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
         import torch

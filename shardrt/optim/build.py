@@ -39,6 +39,8 @@ def build_optimizer(
         _check_choice("gradients", gradients, ("average", "sum", "reduced"))
         _check_choice("initial", initial, ("broadcast", "check"))
         _check_class(optimizer_class)
+        if elementwise is not None and not isinstance(elementwise, bool):
+            raise ConfigError(f"elementwise={elementwise!r} is not possible; it is True, False or None (not known)")
         groups = read_groups(params)
         named = [param for group in groups for param in group.params]
         reach = reach_of(optimizer_class, elementwise)
@@ -55,17 +57,19 @@ def build_optimizer(
         )
         plan = planner.plan([param.spec() for param in named])
         dtypes = {spec.dtype for spec in plan.params}
-        communicator = runtime.negotiate(dtypes)
-        gather_communicator = None
+        runtime.negotiate(dtypes)
         fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
+        fields["initial"] = Field(value=initial, fix="pass the same initial=... on every rank")
     with runtime.agreeing("optimizer built"):
-        schedule = runtime.schedule
-        if runtime.world_size > 1 and isinstance(schedule, OverlappingSchedule):
-            # Backward may fill the buckets of two optimizers in an order that differs between ranks: each has its own.
-            communicator = runtime.open_communicator(dtypes)
-            gather_communicator = runtime.open_communicator(dtypes) if schedule.gathers_apart else None
         if runtime.world_size == 1:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
+        schedule = runtime.schedule
+        overlaps = isinstance(schedule, OverlappingSchedule)
+        gathers_apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+        # One communicator per optimizer: backward may fill the buckets of two in an order that differs between ranks,
+        # and a loop that steps two in different orders ends in a timeout instead of in one another's data.
+        communicator = runtime.open_communicator(dtypes, apart=overlaps)
+        gather_communicator = runtime.open_communicator(dtypes, apart=True) if gathers_apart else None
         made = ShardedOptimizer(
             runtime,
             planner,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardrt.errors import ConfigError, OptimizerError
+from shardrt.errors import ConfigError, HandshakeError, OptimizerError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.protocols import Communicator
 
@@ -24,8 +24,10 @@ def clip_by_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See :meth:`shardrt.Runtime.clip_grad_norm_`; ``optimizers`` are all those of the runtime."""
-    chosen, wanted = covering(target, optimizers)
-    found = [optimizer.reduced_gradients(wanted) for optimizer in chosen]
+    _check_numbers(max_norm, norm_type)
+    chosen = covering(target, optimizers)
+    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in chosen]
+    _check_same_everywhere(communicator, device_type, max_norm, norm_type)
     norm = global_norm([shard for shards, _ in found for shard in shards], communicator, norm_type, device_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise OptimizerError(
@@ -60,21 +62,48 @@ def global_norm(
     return powered.pow(1.0 / order)[0]
 
 
+def _check_numbers(max_norm: object, norm_type: object) -> None:
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(f"{name}={value!r} is not possible; give a number above 0 (norm_type may be infinite)")
+
+
+def _check_same_everywhere(communicator: Communicator, device_type: str, max_norm: float, norm_type: float) -> None:
+    """Ranks that scale by different norms would each give their shards another length."""
+    mine = [float(max_norm), float(norm_type)]
+    largest = torch.tensor([*mine, *(-value for value in mine)], dtype=torch.float32, device=device_type)
+    communicator.all_reduce(largest, op="max").wait()
+    highest, lowest = largest[:2].tolist(), (-largest[2:]).tolist()
+    for name, high, low in zip(("max_norm", "norm_type"), highest, lowest, strict=True):
+        if high != low:
+            raise HandshakeError(
+                f"ranks clip with different {name}: between {low:g} and {high:g}; rank {communicator.rank} has "
+                f"{dict(zip(('max_norm', 'norm_type'), mine, strict=True))[name]:g}; fix: pass the same on every rank"
+            )
+
+
 def covering(
     target: object, optimizers: Sequence[ManagedOptimizer]
-) -> tuple[Sequence[ManagedOptimizer], set[torch.Tensor] | None]:
-    """The optimizers that train a module's parameters and those parameters, or one optimizer and all it trains."""
+) -> list[tuple[ManagedOptimizer, set[torch.Tensor] | None]]:
+    """The optimizers that train a module's parameters, each with those of them that no other one has before it.
+
+    For an optimizer: that one, with all that it trains.
+    """
     if isinstance(target, ManagedOptimizer):
-        return [target], None
+        return [(target, None)]
     if not isinstance(target, torch.nn.Module):
         raise ConfigError(f"expected a module or an optimizer of this runtime, got a {type(target).__name__}")
-    wanted: set[torch.Tensor] = set(target.parameters())
-    trained = {optimizer: wanted & optimizer.trained() for optimizer in optimizers}
-    covered = set().union(*trained.values()) if trained else set()
+    left: set[torch.Tensor] = set(target.parameters())
+    found: list[tuple[ManagedOptimizer, set[torch.Tensor] | None]] = []
+    for optimizer in optimizers:
+        wanted = left & optimizer.trained()
+        left -= wanted
+        if wanted:
+            found.append((optimizer, wanted))
     for name, param in target.named_parameters():
-        if param.grad is not None and param not in covered:
+        if param.grad is not None and param in left:
             raise OptimizerError(
                 f"parameter {name!r} of the module has a gradient but no optimizer of this runtime trains it; "
                 "pass the optimizer instead of the module to clip what it trains"
             )
-    return [optimizer for optimizer, params in trained.items() if params], wanted
+    return found

@@ -14,6 +14,7 @@ from shardrt.errors import OptimizerError, SparseGradientError
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged, frozen_shard
 from shardrt.optim.params import NamedParam
+from shardrt.optim.settings import MARKS, Settings
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Work
 
@@ -54,6 +55,7 @@ class BucketEngine:
         gather_communicator: Communicator | None = None,
         watch: BackwardWatch | None = None,
         adopts_gradients: bool = True,
+        settings: Settings | None = None,
     ) -> None:
         self.plan = plan
         self.owned = owned
@@ -61,6 +63,7 @@ class BucketEngine:
         self._gather_communicator = gather_communicator or communicator
         self._watch = watch
         self._adopts = adopts_gradients
+        self._settings = settings
         self._gradients = gradients
         self._update = update
         self._buckets = [
@@ -81,7 +84,7 @@ class BucketEngine:
         """Start reducing a bucket's gradients onto their owners."""
         at_work = self._buckets[bucket]
         if self._gradients == "reduced":
-            return DONE
+            return self._compare_settings_only(at_work)
         if at_work.reduction is not None and at_work.gradients_changed():
             raise OptimizerError(
                 "gradients were changed or accumulated after their reduction had started; clip with "
@@ -89,7 +92,8 @@ class BucketEngine:
             )
         if at_work.reduction is None:
             present = _collect_gradients(at_work.buffers, self._adopts)
-            at_work.present.copy_(torch.tensor(present, dtype=torch.int8))
+            marks = [0] * MARKS if self._settings is None else self._settings.marks()
+            at_work.present.copy_(torch.tensor([*present, *marks], dtype=torch.int8))
             buffers = at_work.buffers
             assert buffers.gradients is not None
             at_work.reduction = _Both(
@@ -103,6 +107,14 @@ class BucketEngine:
             )
             at_work.note_gradients()
         return at_work.reduction
+
+    def _compare_settings_only(self, bucket: _BucketAtWork) -> Work:
+        if self._settings is None:
+            return DONE
+        if bucket.reduction is None:
+            bucket.present.copy_(torch.tensor([0] * len(bucket.buffers.slots) + self._settings.marks()))
+            bucket.reduction = self._communicator.all_reduce(bucket.present, op="max")
+        return bucket.reduction
 
     def renew(self, bucket: int) -> None:
         """Another backward has added to the bucket: let the reduction of the one before end, and forget it."""
@@ -127,13 +139,17 @@ class BucketEngine:
         chosen = self._buckets if buckets is None else [self._buckets[index] for index in buckets]
         if self._gradients == "reduced":
             for bucket in chosen:
+                if self._settings is not None:
+                    self._settings.compare(bucket.present.tolist()[-MARKS:])
                 for _, owned in bucket.owned:
                     assert owned.slot is not None
                     owned.stepped.grad = _part_of_gradient(owned.slot, owned.shard)
             return
         for bucket in chosen:
-            everywhere = bool(bucket.present.all()) if bucket.present.numel() else True
-            present = None if everywhere else bucket.present.tolist()
+            found = bucket.present.tolist()
+            if self._settings is not None:
+                self._settings.compare(found[-MARKS:])
+            present = None if all(found[:-MARKS]) else found
             for index, owned in bucket.owned:
                 wanted = owned.gradient if present is None or present[index] else None
                 if owned.stepped.grad is not wanted:
@@ -226,8 +242,8 @@ class _BucketAtWork:
     """Gradients have come in since the reduction was started."""
     version: int = -1
     present: torch.Tensor = attrs.field(init=False)
-    """For each slot, whether this rank (after the reduction: any rank) has a gradient. See
-    Note [Missing gradients]."""
+    """For each slot, whether this rank (after the reduction: any rank) has a gradient, see Note [Missing gradients];
+    then the marks of the settings it is to be stepped with, see :mod:`shardrt.optim.settings`."""
 
     def note_gradients(self) -> None:
         """Remember what the reduction was started with. Views share the counter of the buffer they are of, so one
@@ -242,7 +258,7 @@ class _BucketAtWork:
 
     @present.default
     def _no_gradients_yet(self) -> torch.Tensor:
-        return torch.zeros(len(self.buffers.slots), dtype=torch.int8, device=self.buffers.params.device)
+        return torch.zeros(len(self.buffers.slots) + MARKS, dtype=torch.int8, device=self.buffers.params.device)
 
 
 # Note [Missing gradients]: without sharding a parameter that got no gradient is not stepped: no weight decay, no

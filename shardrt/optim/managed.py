@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardrt.errors import UnsupportedError
 from shardrt.optim.planner import Planner
 from shardrt.plan import Plan
 
@@ -65,6 +66,13 @@ class ManagedOptimizer(torch.optim.Optimizer):
         ``wanted`` restricts both to some of the parameters.
         """
         raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would share this rank's buffers, or leave out what the other ranks hold."""
+        raise UnsupportedError(
+            f"a {type(self).__name__} cannot be copied or pickled: it is one rank's part of a whole, tied to its "
+            "runtime; build another one with rt.optimizer"
+        )
 
     def trained(self) -> set[torch.Tensor]:
         """The parameters of this optimizer."""

@@ -157,6 +157,8 @@ def _entries(entries: Iterable[Any]) -> Iterator[tuple[str | None, torch.Tensor]
 
 def _check_tensor(name: str | None, tensor: torch.Tensor) -> None:
     called = f"parameter {name!r}" if name else "a parameter"
+    if torch.nn.parameter.is_lazy(tensor):
+        raise UnsupportedError(f"{called} has no shape yet; run a lazy module once before you build its optimizer")
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{called} has layout {tensor.layout}; only dense parameters can be sharded")
     if tensor.is_meta:
@@ -168,6 +170,8 @@ def _check_tensor(name: str | None, tensor: torch.Tensor) -> None:
         )
     if str(tensor.dtype).removeprefix("torch.") not in ITEM_SIZES:
         raise UnsupportedError(f"{called} has dtype {tensor.dtype}; known dtypes: {', '.join(ITEM_SIZES)}")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise UnsupportedError(f"{called} has elements that share memory with each other; pass parameter.contiguous()")
     if not tensor.is_leaf:
         raise ConfigError(f"{called} is not a leaf: it was computed from other tensors; pass the leaves instead")
 

@@ -58,6 +58,10 @@ class Planner:
                 f"elementwise: {error}; if its update of an element looks at that element alone, say so: "
                 "rt.optimizer(..., elementwise=True)"
             ) from error
+        if not isinstance(partition, Partition):
+            raise PlanError(
+                f"partitioner {self.partitioner.name!r} returned a {type(partition).__name__} instead of a Partition"
+            )
         if partition.world_size != self.world_size:
             raise PlanError(
                 f"partitioner {self.partitioner.name!r} gave a partition for {partition.world_size} ranks "

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardrt.errors import OptimizerError, UnsupportedError
+from shardrt.errors import HandshakeError, OptimizerError, UnsupportedError
+from shardrt.handshake import Field
 from shardrt.optim.agreement import agree_on_values, optimizer_fields
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients, OwnedShard
@@ -17,6 +18,7 @@ from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
+from shardrt.optim.settings import Settings, options_of
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, OverlappingSchedule, Schedule
 
@@ -192,6 +194,7 @@ class ShardedOptimizer(ManagedOptimizer):
             gather_communicator=self._gather_communicator,
             watch=self.watch,
             adopts_gradients=not self._leaves_gradients,
+            settings=Settings(self._settings, self._explain_different_settings),
         )
         if self.watch is not None:
             self.watch.start_over(self._engine.gradient_counts())
@@ -199,6 +202,19 @@ class ShardedOptimizer(ManagedOptimizer):
         self._tensors = [param.tensor for param in self._params.values()]
         self._trained = [spec.trainable for spec in self.plan.params]
         self._runtime.plan_built(self.plan)
+
+    def _settings(self) -> dict[str, Any]:
+        return {"steps taken": self._steps, "group options": options_of(self.param_groups)}
+
+    def _explain_different_settings(self) -> None:
+        with self._runtime.agreeing("settings of a step") as fields:
+            for name, value in self._settings().items():
+                fields[name] = Field(
+                    value=value,
+                    fix="let every rank step as often as the others, with the same options; feed schedulers with "
+                    "values that all ranks share, such as an average of the losses",
+                )
+        raise HandshakeError("ranks stepped with different settings, which are equal again")
 
     def _bucket_ready(self, bucket: int) -> None:
         assert self.watch is not None

@@ -189,7 +189,7 @@ def refused(what: str) -> None:
         ("sparse parameter", "UnsupportedError", "parameter 'sparse' has layout torch.sparse_coo"),
         ("meta", "UnsupportedError", "parameter 'weight' is on the meta device"),
         ("dtype changed", "OptimizerError", "was torch.float32 [5, 3] on cpu when the optimizer was built"),
-        ("backward after clipping", "OptimizerError", "gradients were accumulated after clip_grad_norm_"),
+        ("backward after clipping", "OptimizerError", "gradients were changed or accumulated after their reduction"),
         ("scaler", "OptimizerError", "GradScaler cannot drive a sharded optimizer"),
     ],
 )
