@@ -251,6 +251,6 @@ def test_every_plugin_package_has_an_entry_point_of_its_own() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     points = project["entry-points"]["shardrt"]
     assert sorted(package_of(value) for value in points.values()) == sorted(PLUGIN_NAMES)
-    assert {name: package_of(value).removeprefix("shardrt_") for name, value in points.items()} == {
+    assert {name: package_of(value).removeprefix("shardrt_").replace("_", "-") for name, value in points.items()} == {
         name: name for name in points
     }
