@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from shardrt.comm.availability import choose_backend, require_available
 from shardrt.comm.membership import Membership, check_group_fits
@@ -60,6 +61,7 @@ def choose(
     device_type: str,
 ) -> Chosen:
     """Look everything up, and refuse what cannot run here."""
+    _check_device_type(registry, device_type)
     chosen = _choose_backend(registry, membership, backend, device_type)
     return Chosen(
         partitioner=_make("partitioner", partitioner, registry.partitioners.get, Partitioner),
@@ -71,6 +73,19 @@ def choose(
             "backend": {**_described(backend), "chosen": chosen.name},
         },
     )
+
+
+def _check_device_type(registry: Registry, device_type: str) -> None:
+    offered = {entry.record.device_type for entry in registry.backends} - {"*"}
+    if device_type in offered:
+        return
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        raise ConfigError(
+            f"device type {device_type!r} is unknown to torch and to every installed backend; "
+            f"backends are installed for: {', '.join(sorted(offered))}"
+        ) from None
 
 
 def _make(kind: str, given: Any, find: Callable[[str], Any], protocol: type) -> Any:

@@ -151,7 +151,9 @@ def _entries(entries: Iterable[Any]) -> Iterator[tuple[str | None, torch.Tensor]
         named = has_name
         name, tensor = entry if has_name else (None, entry)
         if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"an optimizer takes tensors, got {_kind(tensor)}")
+            raise ConfigError(
+                f"an optimizer takes parameters or (name, parameter) tuples, got {_kind(tensor)}: {tensor!r:.80}"
+            )
         yield name, tensor
 
 
