@@ -64,7 +64,10 @@ def choose_backend(records: Iterable[BackendRecord], device_type: str, world_siz
             why_not = f"unavailable: {answer.reason}" + (f"; fix: {answer.fix}" if answer.fix else "")
         passed_over.append(f"{record.name} {why_not}")
     if chosen is None:
-        listed = "".join(f"\n  {line}" for line in passed_over) or "\n  (no backend is installed, or SHARDRT_PLUGINS leaves them out)"
+        listed = (
+            "".join(f"\n  {line}" for line in passed_over)
+            or "\n  (no backend is installed, or SHARDRT_PLUGINS leaves them out)"
+        )
         raise BackendUnavailableError(
             f"auto found no backend for {device_type} with {ranks}; of those installed:{listed}\n"
             "fix: follow one of these, or name a backend with backend=..."

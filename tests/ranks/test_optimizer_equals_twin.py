@@ -20,7 +20,7 @@ PARTITIONERS: dict[str, Any] = {
 
 
 def train(optimizer: str, partitioner: Any, backend: str = "auto") -> dict[str, Any]:
-    return compare(optimizer, runtime={"partitioner": partitioner, "backend": backend, "bucket_mb": 0.0005})
+    return compare(optimizer, runtime={"partitioner": partitioner, "backend": backend, "bucket_mb": 0.001})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

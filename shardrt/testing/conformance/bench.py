@@ -26,6 +26,8 @@ class Bench:
     comm: Communicator
     direct: bool
     """Whether ``comm`` is the backend's own, so that its declared limits count, or a negotiated one that has none."""
+    was_negotiated: bool
+    """Whether negotiation had to add fallbacks."""
     device_type: str
     timeout: float
     declared: list[str] = attrs.field(factory=list)
@@ -136,7 +138,13 @@ def bench(kit: str, *, via: str, dtypes: Sequence[str], timeout: float, members:
     own = case.make(group)
     try:
         comm = own if via == "direct" else _negotiated(own, dtypes)
-        yield Bench(comm=comm, direct=via == "direct", device_type=case.device_type, timeout=timeout)
+        yield Bench(
+            comm=comm,
+            direct=via == "direct",
+            was_negotiated=comm is not own,
+            device_type=case.device_type,
+            timeout=timeout,
+        )
     finally:
         own.close()
 
@@ -158,7 +166,9 @@ def run_check(
         return []
     try:
         with bench(kit, via=via, dtypes=dtypes, timeout=wait_limit, members=members) as made:
-            resolve(check)(made, **arguments)
+            # Where nothing had to be negotiated it is the same communicator, and the direct check has just run.
+            if made.direct or made.was_negotiated:
+                resolve(check)(made, **arguments)
             return made.declared
     except Refused as refusal:
         return [f"negotiation refuses {', '.join(dtypes)}: {refusal}"]

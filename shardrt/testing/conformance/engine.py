@@ -58,15 +58,21 @@ class RecordingEngine:
     events: list[tuple[str, int]] = attrs.field(factory=list)
     """What happened, in order."""
     works: list[RecordedWork] = attrs.field(factory=list)
+    reductions: dict[int, RecordedWork] = attrs.field(factory=dict)
+    """Those that no update has used yet: a bucket that is reduced already is not reduced again."""
 
     def reduce(self, bucket: int) -> RecordedWork:
         """Start a reduction that takes until it is waited for."""
-        return self._start("reduce", bucket)
+        if bucket not in self.reductions:
+            self.reductions[bucket] = self._start("reduce", bucket)
+        return self.reductions[bucket]
 
     def update(self, buckets: Sequence[int] | None = None) -> None:
         """Step nothing. A fault of the update, in bucket -1, is one of every update."""
         self.fail_if_told("update", -1)
-        self.events.extend(("update", bucket) for bucket in (range(self.bucket_count) if buckets is None else buckets))
+        for bucket in range(self.bucket_count) if buckets is None else buckets:
+            self.events.append(("update", bucket))
+            self.reductions.pop(bucket, None)
 
     def gather(self, bucket: int) -> RecordedWork:
         """Start a gather that takes until it is waited for."""
