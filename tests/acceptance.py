@@ -109,7 +109,7 @@ def traffic_and_state(pool: RankPool) -> bool:
     good = True
     for world_size in (2, 4):
         for partitioner in ("flat", "bucket", "greedy"):
-            found = pool.run(moved_and_kept, ranks=world_size, partitioner=partitioner)
+            found = pool.run("tests.acceptance:moved_and_kept", ranks=world_size, partitioner=partitioner)
             params, largest = found[0]["params"], found[0]["largest"]
             sent = sum(one["sent"] for one in found) / world_size
             minimum = 2 * (world_size - 1) / world_size * params
