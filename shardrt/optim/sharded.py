@@ -94,6 +94,9 @@ class ShardedOptimizer(ManagedOptimizer):
             if self.watch is not None:
                 self.watch.check_complete()
             self._schedule.step(self._ready_engine)
+            # Not bucket by bucket: each starts from the options as they were, so that a count which the optimizer
+            # keeps in its groups goes up once per step.
+            self._local.give_options(self.param_groups)
             if self.watch is not None:
                 self.watch.rounds = 0
         self._finished(started)
@@ -233,7 +236,6 @@ class ShardedOptimizer(ManagedOptimizer):
     def _update_shards(self, owned: Sequence[OwnedShard] | None) -> None:
         self._local.take_options(self.param_groups)
         self._local.step(None if owned is None else {one.stepped for one in owned})
-        self._local.give_options(self.param_groups)
         if len(self.state) != len(self._local.inner.state):
             self._show_state()
 

@@ -203,6 +203,39 @@ def test_two_optimizers_on_one_model(ranks: RankPool, schedule: str) -> None:
     assert ranks.run(two_optimizers, ranks=2, schedule=schedule) == [0.0, 0.0]
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps its step count in the groups, and shrinks its steps by it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] / group["count"])
+
+
+def counts_in_groups(schedule: str) -> list[float]:
+    ours, theirs = twins(Deep)
+    twin = DistributedDataParallel(theirs)
+    with shardrt.Runtime(schedule=schedule, bucket_mb=0.003, timeout=20) as rt:
+        opt, plain = rt.optimizer(ours.named_parameters(), Counting, lr=0.1), Counting(twin.parameters(), lr=0.1)
+        for step in range(6):
+            for each, optimizer in ((ours, opt), (twin, plain)):
+                each(batch(step, rt.rank)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [largest_difference(ours.parameters(), theirs.parameters()), opt.param_groups[0]["count"]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_optimizer_that_counts_in_its_groups(ranks: RankPool, schedule: str) -> None:
+    assert ranks.run(counts_in_groups, ranks=2, schedule=schedule) == [[0.0, 6]] * 2
+
+
 class Breaks(torch.autograd.Function):
     """Raises in backward."""
 
