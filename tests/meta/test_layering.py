@@ -31,6 +31,7 @@ LAYERS = (
     ("config", "log", "handshake"),
     ("comm",),
     ("optim", "choosing"),
+    ("loop",),
     ("runtime",),
     ("hearing",),
     ("launch", "testing"),
