@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,15 @@ def _is_text_or_none(_: Any, field: attrs.Attribute[Any], value: object) -> None
         )
 
 
+def _path_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _is_directory_or_none(_: Any, field: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f"{field.name} = {value!r} is not a directory; give its path as text, or leave it out")
+
+
 def _is_positive(_: Any, field: attrs.Attribute[Any], value: object) -> None:
     if value is None and field.default is None:
         return
@@ -117,7 +127,7 @@ class RuntimeConfig:
         Traceback (most recent call last):
         ...
         shardrt.errors.ConfigError: unknown key 'partitoner' in the configuration; \
-known: backend, bucket_mb, device, partitioner, schedule, timeout; did you mean 'partitioner'?
+known: backend, bucket_mb, device, partitioner, schedule, timeline, timeout; did you mean 'partitioner'?
     """
 
     partitioner: Choice = attrs.field(default=Choice(name="greedy"), converter=_partitioner)
@@ -129,6 +139,8 @@ known: backend, bucket_mb, device, partitioner, schedule, timeout; did you mean 
     """Megabytes that travel together; None is what the schedule works best with."""
     timeout: float = attrs.field(default=300.0, validator=_is_positive)
     """Seconds that any wait for another rank may take."""
+    timeline: Any = attrs.field(default=None, converter=_path_text, validator=_is_directory_or_none)
+    """The directory that each rank writes a timeline to; None is the variable SHARDRT_TIMELINE's, or no timeline."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RuntimeConfig:
@@ -180,6 +192,7 @@ known: backend, bucket_mb, device, partitioner, schedule, timeout; did you mean 
             # 60 and 60.0 are one timeout, and must be one text.
             "bucket_mb": None if self.bucket_mb is None else float(self.bucket_mb),
             "timeout": float(self.timeout),
+            "timeline": self.timeline,
         }
 
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
 from shardrt.handshake import Field
-from shardrt.optim.clip import clip_by_norm, covering
-from shardrt.optim.ddp import attach_to_ddp
+from shardrt.optim.clip import clip_by_norm, clip_by_value, covering
+from shardrt.optim.ddp import CommHook, bucket_hook
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.optim.uses import check_uses
 from shardrt.protocols import Communicator
 
 
 class LoopCalls:
     """The part of :class:`shardrt.Runtime` that works on optimizers it has made."""
 
+    rank: int
+    world_size: int
+    timeout: float
     device_type: str
     _optimizers: list[weakref.ref[ManagedOptimizer]]
 
@@ -28,6 +33,19 @@ class LoopCalls:
 
     def agreeing(self, topic: str) -> AbstractContextManager[dict[str, Field]]:
         """See :meth:`shardrt.Runtime.agreeing`."""
+        raise NotImplementedError
+
+    def raise_if_peer_failed(self) -> None:
+        """See :meth:`shardrt.Runtime.raise_if_peer_failed`."""
+        raise NotImplementedError
+
+    def report_failure(self, error: BaseException) -> None:
+        """See :meth:`shardrt.Runtime.report_failure`."""
+        raise NotImplementedError
+
+    @property
+    def schedule(self) -> Any:
+        """See :attr:`shardrt.Runtime.schedule`."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
@@ -65,11 +83,44 @@ class LoopCalls:
             error_if_nonfinite=error_if_nonfinite,
         )
 
-    def attach(self, ddp: torch.nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer reduce the gradients of a DistributedDataParallel module in its place.
+    def clip_grad_value_(self, target: torch.nn.Module | torch.optim.Optimizer, clip_value: float) -> None:
+        """Clamp every element of the reduced gradient to ``[-clip_value, clip_value]``, between backward and step.
 
-        DDP stops communicating gradients; the schedule reduces them, during backward if it overlaps. What else DDP
-        does (buffers, ``no_sync``, unused parameters) stays. Every rank must call it, once, before training.
+        ``target`` is a module or an optimizer of this runtime. Every rank must call it.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime()
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> rt.clip_grad_value_(model, 0.5)
+            >>> model.bias.grad
+            tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
+        self._check_open()
+        clip_by_value(
+            target,
+            self._living_optimizers(),
+            self.negotiate(()),
+            device_type=self.device_type,
+            clip_value=clip_value,
+        )
+
+    def attach(
+        self,
+        ddp: torch.nn.parallel.DistributedDataParallel,
+        *optimizers: torch.optim.Optimizer,
+        hook: CommHook | None = None,
+        state: Any = None,
+        uses: Sequence[str] = (),
+    ) -> None:
+        """Let optimizers of this runtime take the gradients of a DistributedDataParallel module.
+
+        DDP stops communicating gradients; the schedule reduces them, during backward if it overlaps. With a ``hook``
+        (a communication hook as ``ddp.register_comm_hook(state, hook)`` takes it: fp16 or bf16 compression, PowerSGD,
+        your own) that hook reduces them instead. What else DDP does (buffers, ``no_sync``, unused parameters) stays.
+        ``uses`` is that of :meth:`shardrt.Runtime.optimizer`. Every rank must call it, once, before training.
 
         Example:
             >>> import os, shardrt, torch
@@ -82,7 +133,26 @@ class LoopCalls:
         """
         self._check_open()
         with self.agreeing("attach"):
-            attach_to_ddp(ddp, optimizer)
+            check_uses(self.schedule, uses, self.world_size)
+            made = bucket_hook(ddp, optimizers, self, hook=hook, state=state)
+            ddp.register_comm_hook(None, made)
+
+    def finish(self, target: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Wait until the parameters have their new values everywhere.
+
+        Needed only where parameters are read behind Python's back, after a step of a schedule that leaves gathers to
+        the next forward (``priority``): through a view or an array made earlier, or by code in another language.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime(schedule="priority")
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+            >>> opt.step()
+            >>> rt.finish(opt)
+        """
+        for optimizer in self._optimizers_of(target):
+            optimizer.finish()
 
     @contextmanager
     def no_sync(self, target: torch.nn.Module | torch.optim.Optimizer) -> Iterator[None]:
@@ -109,6 +179,10 @@ class LoopCalls:
         finally:
             for watch in paused:
                 watch.paused = False
+
+    def has_optimizers(self) -> bool:
+        """Whether an optimizer of this runtime is in use."""
+        return bool(self._living_optimizers())
 
     def _living_optimizers(self) -> list[ManagedOptimizer]:
         return [made for made in (reference() for reference in self._optimizers) if made is not None]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from shardrt.comm.capabilities import Capabilities
     from shardrt.comm.traffic import Traffic
+    from shardrt.timeline import Timeline
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -142,6 +143,21 @@ class StepEngine(Protocol):
         """Start spreading a bucket's new parameters from their owners to everyone."""
         ...
 
+    @property
+    def gathers_apart(self) -> bool:
+        """Whether gathers go over a communicator of their own. If not, the schedule keeps reductions and gathers in
+        one order, the same on all ranks."""
+        ...
+
+    def gather_for_readers(self, bucket: int) -> None:
+        """Start a gather that nobody need wait for: whoever reads a parameter of the bucket does so by itself."""
+        ...
+
+    def reading_order(self) -> Sequence[int]:
+        """The buckets in the order in which the next forward is going to read them, the same on all ranks. Asked once
+        per step."""
+        ...
+
 
 @runtime_checkable
 class Schedule(Protocol):
@@ -152,7 +168,7 @@ class Schedule(Protocol):
     """The bucket size it works best with; ``None`` is one bucket per dtype. ``Runtime(bucket_mb=...)`` overrides it."""
 
     def step(self, engine: StepEngine) -> None:
-        """One complete update: when this returns, parameters are the same on all ranks."""
+        """One complete update: when this returns, whoever reads a parameter gets the same on all ranks."""
         ...
 
 
@@ -163,7 +179,8 @@ class OverlappingSchedule(Schedule, Protocol):
     """
 
     gathers_apart: bool
-    """Whether its gathers need a communicator of their own, since they are issued beside reductions."""
+    """Whether its gathers had better have a communicator of their own, since they are issued beside reductions. A
+    backend may have only one: see :attr:`StepEngine.gathers_apart`."""
     updates_early: bool
     """Whether parameters are updated before ``step``, so that nothing can be done to the reduced gradients."""
 
@@ -264,3 +281,5 @@ class Group:
     """A torch process group, or None for a single process."""
     number: int = 0
     """Tells the communicators of one process group apart: the same on all ranks, different for each of them."""
+    timeline: Timeline | None = None
+    """Where operations and waits are recorded; None while nobody wants to see them."""

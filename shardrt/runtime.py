@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,7 @@ from shardrt.comm.membership import default_device_type, find_membership, start_
 from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
 from shardrt.config import RuntimeConfig
-from shardrt.errors import ConfigError, PeerError, UnsupportedError
+from shardrt.errors import ConfigError, PeerError, ShardrtError
 from shardrt.handshake import Field, agreement, digest
 from shardrt.log import rank_logger
 from shardrt.loop import LoopCalls
@@ -28,6 +29,7 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
+from shardrt.timeline.recording import Recording, timeline_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,7 +43,8 @@ class Runtime(LoopCalls):
     from torchrun's variables, or this process works alone. ``device`` is where parameters live (by default the
     accelerator, else the CPU), ``bucket_mb`` how many megabytes travel together (by default what the schedule works
     best with), ``timeout`` the seconds that any wait for another rank may take, and ``plugins`` objects with hook
-    implementations for this runtime alone.
+    implementations for this runtime alone. ``timeline`` is a directory to which each rank writes what it did when, as
+    ``SHARDRT_TIMELINE`` says otherwise; ``rt.timeline`` is None where neither does.
 
     Example:
         >>> import shardrt, torch
@@ -65,6 +68,7 @@ class Runtime(LoopCalls):
         bucket_mb: float | None = None,
         timeout: float = 300.0,
         plugins: Sequence[object] = (),
+        timeline: str | os.PathLike[str] | None = None,
     ) -> None:
         self._closed = False
         self._owns_group = False
@@ -89,12 +93,15 @@ class Runtime(LoopCalls):
                 schedule=schedule,
                 device_type=self.device_type,
             )
-            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout)
-            fields.update(self._fields(limits))
+            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline)
+            record_to = timeline_directory(limits.timeline)
+            fields.update(self._fields(limits, recording=record_to is not None))
+        self._recording = None if record_to is None else self._record(record_to)
+        self.timeline = None if self._recording is None else self._recording.timeline
         self.backend = self._chosen.backend.name
         self.backend_reason = self._chosen.reason
         self.bucket_bytes = _bytes(limits.bucket_mb, self._chosen.schedule.bucket_mb)
-        self._timeout = limits.timeout
+        self.timeout = limits.timeout
         self._negotiated: dict[tuple[str, ...], Communicator] = {}
         self._opened: list[Communicator] = []
         with self.agreeing("communicator"):
@@ -127,6 +134,7 @@ class Runtime(LoopCalls):
             "device": parsed.device,
             "bucket_mb": parsed.bucket_mb,
             "timeout": parsed.timeout,
+            "timeline": parsed.timeline,
         }
         return cls(**{**settings, **extra})
 
@@ -138,6 +146,7 @@ class Runtime(LoopCalls):
         gradients: Gradients = "average",
         elementwise: bool | None = None,
         initial: Literal["broadcast", "check"] = "broadcast",
+        uses: Sequence[str] = (),
         **defaults: Any,
     ) -> ManagedOptimizer:
         """A sharded optimizer (ZeRO-1) of any class, used like that class; every rank must call this alike.
@@ -147,7 +156,9 @@ class Runtime(LoopCalls):
         or a gradient that is ``"reduced"`` already, as under DistributedDataParallel (checked at the first step).
         ``"average"`` is right under DDP too, only slower. ``elementwise=True`` vouches that the update of an element
         looks at that element alone, so that parameters may be cut. ``initial`` says what happens when ranks start
-        from different values: ``"broadcast"`` takes rank 0's, ``"check"`` raises.
+        from different values: ``"broadcast"`` takes rank 0's, ``"check"`` raises. ``uses`` says what the loop is going
+        to do (``"clipping"``, ``"scaling"`` by a GradScaler, ``"accumulation"`` outside ``no_sync``), to be refused
+        here, and not in the first step, if the schedule cannot.
 
         Example:
             >>> import shardrt, torch
@@ -166,6 +177,7 @@ class Runtime(LoopCalls):
             gradients=gradients,
             elementwise=elementwise,
             initial=initial,
+            uses=uses,
             defaults=defaults,
         )
         self._optimizers.append(weakref.ref(made))
@@ -204,8 +216,14 @@ class Runtime(LoopCalls):
         if self._closed:
             return
         self._closed = True
+        for optimizer in self._living_optimizers():
+            with suppress(ShardrtError):  # it reaches whoever reads what could not be gathered
+                optimizer.finish()
         for communicator in self._opened:
             communicator.close()
+        problem = None if self._recording is None else self._recording.close()
+        if problem is not None:
+            self.log.warning("timeline.unwritten", reason=problem)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -236,6 +254,10 @@ class Runtime(LoopCalls):
             self.report_failure(error)
             raise
 
+    def raise_if_peer_failed(self) -> None:
+        """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
+        self._control.raise_if_peer_failed()
+
     def report_failure(self, error: BaseException) -> None:
         """Let ranks that wait for this one know that it failed, unless it only passes on another's failure."""
         if self.world_size == 1 or isinstance(error, PeerError):
@@ -262,29 +284,23 @@ class Runtime(LoopCalls):
             self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
         return self._negotiated[travelling]
 
-    def open_communicator(self, dtypes: Iterable[str], *, apart: bool) -> Communicator:
+    def open_communicator(self, dtypes: Iterable[str]) -> Communicator | None:
         """A communicator for operations with an order of their own: one optimizer's, or one kind of its operations.
 
-        Where the backend runs one communicator at a time it is the common one, which will not do if they must be kept
-        ``apart``.
+        None where the backend runs one communicator at a time.
         """
         if self._communicator.capabilities.concurrent:
             before = len(self._opened)
             made = self._make_communicator()
             if len(self._opened) > before:
                 return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
-        if apart:
-            raise UnsupportedError(
-                f"schedule {self.schedule.name!r} issues collectives from backward beside others, but backend "
-                f"{self.backend!r} runs one communicator at a time; use schedule='sync'"
-            )
-        return self.negotiate(dtypes)
+        return None
 
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):
             self.registry.hook.shardrt_rank_failed(runtime=self, rank=rank, error=error)
 
-    def _fields(self, limits: RuntimeConfig) -> dict[str, Field]:
+    def _fields(self, limits: RuntimeConfig, *, recording: bool) -> dict[str, Field]:
         same_install = "install the same versions in every rank's environment"
         same_call = "pass the same arguments to Runtime on every rank"
         values: dict[str, tuple[Any, str]] = {
@@ -296,15 +312,25 @@ class Runtime(LoopCalls):
             "device type": (self.device_type, same_call),
             "bucket_mb": (limits.bucket_mb, same_call),
             "timeout": (limits.timeout, same_call),
+            "timeline": (recording, "switch the timeline on for every rank or for none, by argument or variable"),
             "plugins": (self.registry.versions(), same_install),
         }
         return {name: Field(value=value, fix=fix) for name, (value, fix) in values.items()}
+
+    def _record(self, directory: Path) -> Recording:
+        chosen = self._chosen.described
+        about = {
+            "schedule": chosen["schedule"],
+            "backend": {**chosen["backend"], "name": self._chosen.backend.name},
+            "partitioner": chosen["partitioner"],
+        }
+        return Recording(directory, rank=self.rank, world_size=self.world_size, about=about)
 
     def _join_group(self) -> Any:
         record = self._chosen.backend_record
         if self._membership.process_group is not None or self._membership.store is None or record is None:
             return self._membership.process_group
-        started = start_group(self._membership, record, timeout=self._timeout)
+        started = start_group(self._membership, record, timeout=self.timeout)
         self._owns_group = started is not None
         return started
 
@@ -314,10 +340,11 @@ class Runtime(LoopCalls):
                 rank=self.rank,
                 world_size=self.world_size,
                 device_type=self.device_type,
-                timeout=self._timeout,
+                timeout=self.timeout,
                 control=self._control,
                 process_group=self._process_group,
                 number=self._control.number * _COMMUNICATORS + len(self._opened),
+                timeline=self.timeline,
             )
         )
         if made not in self._opened:

@@ -61,6 +61,7 @@ class GlooCommunicator:
             timeout=group.timeout,
             control=group.control,
             abort=self._close_connections,
+            timeline=group.timeline,
         )
 
     def reduce_scatter(
@@ -76,13 +77,17 @@ class GlooCommunicator:
         check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
         runs = torch.split(buffer, list(splits))
         result = runs[self.rank] if output is None else output
-        return self._submit("reduce_scatter", lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average))
+        return self._submit(
+            "reduce_scatter",
+            lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average),
+            buffer.nbytes,
+        )
 
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
         runs = torch.split(buffer, list(splits))
-        return self._submit("all_gather", lambda: self._spread_runs("all_gather", runs))
+        return self._submit("all_gather", lambda: self._spread_runs("all_gather", runs), buffer.nbytes)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
@@ -102,13 +107,13 @@ class GlooCommunicator:
                 receives=[(peer, received[peer]) for peer in self._peers],
             )
 
-        return self._submit("all_to_all", run)
+        return self._submit("all_to_all", run, sum(piece.nbytes for piece in sent))
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> ThreadedWork:
         """Down a binomial tree: each round doubles the ranks that have the data."""
         check_flat("broadcast", buffer, self.rank)
         check_source("broadcast", source, self.world_size, self.rank)
-        return self._submit("broadcast", lambda: self._broadcast(buffer, source))
+        return self._submit("broadcast", lambda: self._broadcast(buffer, source), buffer.nbytes)
 
     def barrier(self) -> None:
         """An all-reduce of one element."""
@@ -130,9 +135,9 @@ class GlooCommunicator:
             self._reduce_runs(operation, runs, runs[self.rank], op, average)
             self._spread_runs(operation, runs)
 
-        return self._submit(operation, run)
+        return self._submit(operation, run, buffer.nbytes)
 
-    def _submit(self, operation: str, run: Callable[[], None]) -> ThreadedWork:
+    def _submit(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
         self._issued += 1
         number = self._issued
 
@@ -140,7 +145,8 @@ class GlooCommunicator:
             self._running = number
             run()
 
-        return self._thread.submit(f"{operation} (number {number} of communicator {self._group.number})", numbered)
+        described = f"{operation} (number {number} of communicator {self._group.number})"
+        return self._thread.submit(described, numbered, bytes=nbytes, communicator=self._group.number, number=number)
 
     def _reduce_runs(
         self, operation: str, runs: Sequence[torch.Tensor], result: torch.Tensor, op: ReduceOp, average: bool

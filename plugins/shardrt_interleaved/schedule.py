@@ -15,6 +15,9 @@ from shardrt.protocols import StepEngine, Work
 class InterleavedSchedule:
     """Reductions are issued by backward, in bucket order. A thread waits for each, steps the bucket and issues its
     gather on a second communicator, in the same order. Both orders follow from the buckets alone.
+
+    On a backend with one communicator each bucket is stepped and its gather issued right after the reduction of the
+    next one was: again one order, whatever part of it falls into backward.
     """
 
     name = "interleaved"
@@ -27,7 +30,7 @@ class InterleavedSchedule:
         self._queue: SimpleQueue[_SteppedBucket] | None = None
 
     def bucket_ready(self, engine: StepEngine, bucket: int) -> None:
-        """Start the reduction and leave the rest to the thread."""
+        """Start the reduction and leave the rest to the thread, or to the next bucket."""
         self._start(engine, bucket)
 
     def step(self, engine: StepEngine) -> None:
@@ -40,9 +43,14 @@ class InterleavedSchedule:
     def _start(self, engine: StepEngine, bucket: int) -> _SteppedBucket:
         iteration = self._iterations.setdefault(engine, _Iteration())
         if bucket not in iteration.buckets:
-            stepped = _SteppedBucket(engine, bucket, engine.reduce(bucket), iteration)
+            stepped = _SteppedBucket(engine, bucket, iteration.reduce(engine, bucket), iteration)
             iteration.buckets[bucket] = stepped
-            self._running_queue().put(stepped)
+            if engine.gathers_apart:
+                self._running_queue().put(stepped)
+            else:
+                before, iteration.waiting = iteration.waiting, stepped
+                if before is not None:
+                    before.run()
         return iteration.buckets[bucket]
 
     def _running_queue(self) -> SimpleQueue[_SteppedBucket]:
@@ -57,8 +65,18 @@ class _Iteration:
     """The buckets of one engine between two steps."""
 
     buckets: dict[int, _SteppedBucket] = attrs.field(factory=dict)
+    waiting: _SteppedBucket | None = None
+    """With one communicator: the bucket whose turn comes after the next reduction."""
     failed: bool = False
     """After a failure nothing more is updated; reductions under way are still seen through."""
+
+    def reduce(self, engine: StepEngine, bucket: int) -> Work:
+        """Start a reduction, and remember if that failed."""
+        try:
+            return engine.reduce(bucket)
+        except Exception:
+            self.failed = True
+            raise
 
 
 class _SteppedBucket:
@@ -74,7 +92,7 @@ class _SteppedBucket:
         self._issued = threading.Event()
 
     def run(self) -> None:
-        """In the thread: everything up to the start of the gather."""
+        """Everything up to the start of the gather."""
         try:
             self._reduction.wait()
             if not self._iteration.failed:
@@ -88,6 +106,8 @@ class _SteppedBucket:
 
     def wait(self) -> None:
         """In the step: until the gather is done. Ends, since every wait of the thread ends by its timeout."""
+        if self is self._iteration.waiting:
+            self.run()
         self._issued.wait()
         if self._error is not None:
             raise self._error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from shardrt.comm.carriers import dtype_name
 from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
     from shardrt.comm.capabilities import Capabilities
     from shardrt.protocols import Group, ReduceOp, Work
+    from shardrt.timeline import Timeline
 
 
 class CollectiveCommunicator:
@@ -171,11 +175,16 @@ class CollectiveCommunicator:
         # end all overlap; the process group's own watchdog keeps the time there.
         limit = None if self.capabilities.needs_streams else self._group.timeout
         where = f"rank {self.rank} of {self.world_size}, backend {self.name!r}, timeout {self._group.timeout:g} s"
+        timeline = self._group.timeline
+        span = None
+        if timeline is not None:
+            details = {"sent": sent, "communicator": self._group.number, **timeline.noted()}
+            span = _Span(timeline, time.perf_counter(), details)
         try:
             handle = issue()
         except (RuntimeError, ValueError) as error:
             raise _failed(operation, where, error) from error
-        return _HandleWork(handle, operation, where, limit)
+        return _HandleWork(handle, operation, where, limit, span)
 
     def _check(self, operation: str, buffer: Tensor) -> None:
         support = getattr(self.capabilities, operation)
@@ -209,14 +218,29 @@ class CollectiveCommunicator:
         return getattr(self._ops.ReduceOp, "AVG" if average else op.upper())
 
 
+@attrs.frozen
+class _Span:
+    """An operation as the host sees it: from its start to the end of the wait for it. The device may be done before."""
+
+    timeline: Timeline
+    started: float
+    details: Mapping[str, Any]
+
+    def end(self, operation: str, waited_from: float) -> None:
+        ended = time.perf_counter()
+        self.timeline.waited(operation, waited_from, ended)
+        self.timeline.operation(operation, self.started, ended, self.details)
+
+
 class _HandleWork:
     """One asynchronous operation of torch's. Waits once: some backends block for ever when asked again."""
 
-    def __init__(self, handle: Any, operation: str, where: str, limit: float | None) -> None:
+    def __init__(self, handle: Any, operation: str, where: str, limit: float | None, span: _Span | None) -> None:
         self._handle = handle
         self._operation = operation
         self._where = where
         self._limit = limit
+        self._span = span
         self._failure: CommunicationError | None = None
         self._lock = threading.Lock()
 
@@ -227,6 +251,7 @@ class _HandleWork:
             handle, self._handle = self._handle, None
             if handle is None:
                 return
+            waited_from = 0.0 if self._span is None else time.perf_counter()
             try:
                 if self._limit is None:
                     handle.wait()
@@ -235,6 +260,9 @@ class _HandleWork:
             except (RuntimeError, ValueError) as error:
                 self._failure = _failed(self._operation, self._where, error)
                 raise self._failure from error
+            finally:
+                if self._span is not None:
+                    self._span.end(self._operation, waited_from)
 
 
 def _failed(operation: str, where: str, error: Exception) -> CommunicationError:

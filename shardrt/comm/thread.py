@@ -10,11 +10,15 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from shardrt.errors import CommunicationError, ShardrtError
 from shardrt.protocols import ControlChannel
+
+if TYPE_CHECKING:
+    from shardrt.timeline import Timeline
 
 _LOOK_FOR_FAILURES_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
@@ -24,8 +28,10 @@ _GRACE_SECONDS = 5.0
 class ThreadedWork:
     """An operation queued on an :class:`OperationThread`."""
 
-    def __init__(self, owner: OperationThread, operation: str) -> None:
+    def __init__(self, owner: OperationThread, operation: str, details: Mapping[str, Any] | None = None) -> None:
         self.operation = operation
+        self.details = details
+        """What a timeline shows of it; None where nothing is recorded."""
         self.error: BaseException | None = None
         self._owner = owner
         self._done = threading.Event()
@@ -55,8 +61,12 @@ class OperationThread:
         timeout: float,
         control: ControlChannel,
         abort: Callable[[], None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
-        """``abort`` ends whatever operation is under way; called when nobody waits for it any more."""
+        """``abort`` ends whatever operation is under way; called when nobody waits for it any more.
+
+        Operations and waits are recorded in the ``timeline``, if there is one.
+        """
         self._rank = rank
         self._timeout = timeout
         self._control = control
@@ -66,16 +76,19 @@ class OperationThread:
         self._closed = False
         self._given_up = False
         self._abort = abort
+        self._timeline = timeline
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         # A thread that is still inside the network layer when the interpreter ends would take the process down with it.
         atexit.register(self._leave)
 
-    def submit(self, operation: str, run: Callable[[], None]) -> ThreadedWork:
-        """Queue an operation."""
+    def submit(self, operation: str, run: Callable[[], None], **details: Any) -> ThreadedWork:
+        """Queue an operation. Its kind is the first word of its description; ``details`` are for the timeline."""
         if self._closed:
             raise CommunicationError(f"rank {self._rank}: {operation} on a communicator that was closed")
         work = ThreadedWork(self, operation)
+        if self._timeline is not None:
+            work.details = {**details, **self._timeline.noted()}
         self._queue.put((work, run))
         return work
 
@@ -85,6 +98,16 @@ class OperationThread:
 
     def wait_for(self, done: threading.Event, operation: str) -> None:
         """Block until the event is set, a peer reports a failure, or nothing has moved for the timeout."""
+        if self._timeline is None:
+            self._wait_for(done, operation)
+            return
+        started = time.perf_counter()
+        try:
+            self._wait_for(done, operation)
+        finally:
+            self._timeline.waited(operation, started, time.perf_counter())
+
+    def _wait_for(self, done: threading.Event, operation: str) -> None:
         started = time.monotonic()
         while not done.wait(_LOOK_FOR_FAILURES_SECONDS):
             self._given_up = True  # unless the operation is still worth waiting for after these two looks
@@ -127,9 +150,21 @@ class OperationThread:
         with torch.no_grad():  # the grad mode is per thread
             while (item := self._queue.get()) is not None:
                 work, run = item
-                work.finish(self._attempt(work.operation, run))
+                work.finish(self._attempt(work.operation, run if work.details is None else self._recorded(work, run)))
                 # A closure kept until the next operation arrives would keep its buffers alive.
                 del item, work, run
+
+    def _recorded(self, work: ThreadedWork, run: Callable[[], None]) -> Callable[[], None]:
+        def recorded() -> None:
+            assert self._timeline is not None and work.details is not None
+            started = time.perf_counter()
+            try:
+                run()
+            finally:
+                kind = work.operation.partition(" ")[0]
+                self._timeline.operation(kind, started, time.perf_counter(), work.details)
+
+        return recorded
 
     def _attempt(self, operation: str, run: Callable[[], None]) -> BaseException | None:
         if self._broken is not None:

@@ -8,6 +8,7 @@ rank's graph looked like, and a second backward before the step reduces what has
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,8 +29,12 @@ class BackwardWatch:
         """While True (no_sync) gradients only accumulate."""
         self.synchronised: Callable[[], bool] | None = None
         """Asked as well, where somebody else says when to accumulate only (DDP's no_sync)."""
+        self.afterwards: Callable[[], None] | None = None
+        """Called when backward has ended for everybody, DDP included."""
         self.rounds = 0
         """Rounds completed since the last step."""
+        self.began = 0.0
+        """When the first gradient of the current backward came."""
 
     def start_over(self, sizes: Sequence[int]) -> None:
         """Buckets were laid out anew: how many gradients fill each."""
@@ -45,9 +50,10 @@ class BackwardWatch:
         if task != self._task:
             self.check_complete()
             self._task = task
+            self.began = time.perf_counter()
             self._missing = list(self._sizes)
             self._next = 0
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_round)
+            call_after_backward(self._finish_round)
         self._missing[bucket] -= 1
         self._hand_on()
 
@@ -71,3 +77,11 @@ class BackwardWatch:
         self._hand_on()
         self._task = None
         self.rounds += 1
+        if self.afterwards is not None:
+            # Who was called after backward may ask for another call: it comes after everybody else's first.
+            call_after_backward(self.afterwards)
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Call when the backward pass that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

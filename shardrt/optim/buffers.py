@@ -51,7 +51,16 @@ class Slot:
 class BucketBuffers:
     """The buffers of one bucket on this rank."""
 
-    def __init__(self, bucket: Bucket, params: Mapping[str, NamedParam], *, rank: int, holds_gradients: bool) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Mapping[str, NamedParam],
+        *,
+        rank: int,
+        holds_gradients: bool,
+        holds_reduced: bool,
+    ) -> None:
+        """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run."""
         self.bucket = bucket
         self.rank = rank
         some = params[bucket.params[0]].tensor
@@ -63,9 +72,10 @@ class BucketBuffers:
         self.own_start = sum(bucket.splits[:rank])
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
+        if holds_reduced:
+            self.reduced = torch.zeros(bucket.splits[rank], dtype=some.dtype, device=some.device)
         if holds_gradients:
             self.gradients = torch.zeros_like(self.params)
-            self.reduced = torch.zeros(bucket.splits[rank], dtype=some.dtype, device=some.device)
             for slot in self.slots:
                 if slot.in_one_piece:
                     slot.gradient = _shaped(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardrt.errors import ConfigError
+from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import optimizer_fields
 from shardrt.optim.digest import bit_digests
@@ -18,7 +18,8 @@ from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
 from shardrt.optim.sharded import ShardedOptimizer
-from shardrt.protocols import OverlappingSchedule
+from shardrt.optim.uses import check_uses
+from shardrt.protocols import Communicator, OverlappingSchedule
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -32,6 +33,7 @@ def build_optimizer(
     gradients: Gradients,
     elementwise: bool | None,
     initial: str,
+    uses: Sequence[str],
     defaults: Mapping[str, Any],
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.optimizer`."""
@@ -39,6 +41,7 @@ def build_optimizer(
         _check_choice("gradients", gradients, ("average", "sum", "reduced"))
         _check_choice("initial", initial, ("broadcast", "check"))
         _check_class(optimizer_class)
+        check_uses(runtime.schedule, uses, runtime.world_size)
         if elementwise is not None and not isinstance(elementwise, bool):
             raise ConfigError(f"elementwise={elementwise!r} is not possible; it is True, False or None (not known)")
         groups = read_groups(params)
@@ -63,13 +66,7 @@ def build_optimizer(
     with runtime.agreeing("optimizer built"):
         if runtime.world_size == 1:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
-        schedule = runtime.schedule
-        overlaps = isinstance(schedule, OverlappingSchedule)
-        gathers_apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
-        # One communicator per optimizer: backward may fill the buckets of two in an order that differs between ranks,
-        # and a loop that steps two in different orders ends in a timeout instead of in one another's data.
-        communicator = runtime.open_communicator(dtypes, apart=overlaps)
-        gather_communicator = runtime.open_communicator(dtypes, apart=True) if gathers_apart else None
+        communicator, gather_communicator = _communicators(runtime, dtypes)
         made = ShardedOptimizer(
             runtime,
             planner,
@@ -78,11 +75,29 @@ def build_optimizer(
             defaults,
             communicator=communicator,
             gather_communicator=gather_communicator,
-            schedule=schedule,
+            schedule=runtime.schedule,
             gradients=gradients,
         )
     _settle_initial_values(runtime, made, named, initial)
     return made
+
+
+def _communicators(runtime: Runtime, dtypes: set[str]) -> tuple[Communicator, Communicator | None]:
+    """One communicator per optimizer: backward may fill the buckets of two in an order that differs between ranks, and
+    a loop that steps two in different orders ends in a timeout instead of in one another's data.
+    """
+    schedule = runtime.schedule
+    own = runtime.open_communicator(dtypes)
+    if own is not None:
+        apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+        return own, runtime.open_communicator(dtypes) if apart else None
+    if isinstance(schedule, OverlappingSchedule) and runtime.has_optimizers():
+        raise UnsupportedError(
+            f"backend {runtime.backend!r} runs one communicator at a time, and schedule {schedule.name!r} works during "
+            "backward, where the buckets of two optimizers come in no fixed order; use schedule='sync', or one "
+            "optimizer with several parameter groups"
+        )
+    return runtime.negotiate(dtypes), None
 
 
 def _settle_initial_values(

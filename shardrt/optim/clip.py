@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,10 +24,10 @@ def clip_by_norm(
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
     """See :meth:`shardrt.Runtime.clip_grad_norm_`; ``optimizers`` are all those of the runtime."""
-    _check_numbers(max_norm, norm_type)
-    chosen = covering(target, optimizers)
-    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in chosen]
-    _check_same_everywhere(communicator, device_type, max_norm, norm_type)
+    numbers = {"max_norm": max_norm, "norm_type": norm_type}
+    _check_numbers(numbers)
+    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covering(target, optimizers)]
+    _check_same_everywhere(communicator, device_type, numbers)
     norm = global_norm([shard for shards, _ in found for shard in shards], communicator, norm_type, device_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise OptimizerError(
@@ -62,23 +62,42 @@ def global_norm(
     return powered.pow(1.0 / order)[0]
 
 
-def _check_numbers(max_norm: object, norm_type: object) -> None:
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+@torch.no_grad()
+def clip_by_value(
+    target: object,
+    optimizers: Sequence[ManagedOptimizer],
+    communicator: Communicator,
+    *,
+    device_type: str,
+    clip_value: float,
+) -> None:
+    """See :meth:`shardrt.Runtime.clip_grad_value_`; ``optimizers`` are all those of the runtime."""
+    numbers = {"clip_value": clip_value}
+    _check_numbers(numbers)
+    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covering(target, optimizers)]
+    _check_same_everywhere(communicator, device_type, numbers)
+    for _, scaled in found:
+        for gradient in scaled:
+            gradient.clamp_(-clip_value, clip_value)
+
+
+def _check_numbers(numbers: Mapping[str, object]) -> None:
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ConfigError(f"{name}={value!r} is not possible; give a number above 0 (norm_type may be infinite)")
 
 
-def _check_same_everywhere(communicator: Communicator, device_type: str, max_norm: float, norm_type: float) -> None:
-    """Ranks that scale by different norms would each give their shards another length."""
-    mine = [float(max_norm), float(norm_type)]
+def _check_same_everywhere(communicator: Communicator, device_type: str, numbers: Mapping[str, float]) -> None:
+    """Ranks that clip differently would each give their shards another length."""
+    mine = [float(value) for value in numbers.values()]
     largest = torch.tensor([*mine, *(-value for value in mine)], dtype=torch.float32, device=device_type)
     communicator.all_reduce(largest, op="max").wait()
-    highest, lowest = largest[:2].tolist(), (-largest[2:]).tolist()
-    for name, high, low in zip(("max_norm", "norm_type"), highest, lowest, strict=True):
+    highest, lowest = largest[: len(mine)].tolist(), (-largest[len(mine) :]).tolist()
+    for (name, value), high, low in zip(numbers.items(), highest, lowest, strict=True):
         if high != low:
             raise HandshakeError(
                 f"ranks clip with different {name}: between {low:g} and {high:g}; rank {communicator.rank} has "
-                f"{dict(zip(('max_norm', 'norm_type'), mine, strict=True))[name]:g}; fix: pass the same on every rank"
+                f"{value:g}; fix: pass the same on every rank"
             )
 
 

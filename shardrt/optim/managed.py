@@ -32,6 +32,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     plan: Plan
     """What this optimizer's ranks have agreed on."""
+    step_after_backward = False
+    """Whether the step is made at the end of each synchronised backward under DDP, and not by the loop."""
 
     def _prepare(self, runtime: Runtime, planner: Planner, plan: Plan) -> None:
         self.plan = plan
@@ -66,6 +68,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
         ``wanted`` restricts both to some of the parameters.
         """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Wait until every parameter has its new value; only a view made earlier can show that it has not."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a copy would share this rank's buffers, or leave out what the other ranks hold."""

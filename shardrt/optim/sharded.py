@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardrt.comm.waiting import start_and_wait
 from shardrt.errors import HandshakeError, OptimizerError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import agree_on_values, optimizer_fields
+from shardrt.optim.amp import ScaledOptimizer, teach_grad_scaler
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.engine import BucketEngine, Gradients, OwnedShard
+from shardrt.optim.engine import BucketEngine, Gradients
+from shardrt.optim.gradients import OwnedShard
+from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
-from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.settings import Settings, options_of
+from shardrt.optim.spans import TrainerSpans
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, OverlappingSchedule, Schedule
 
@@ -26,15 +30,12 @@ if TYPE_CHECKING:
     from shardrt.runtime import Runtime
 
 
-class ShardedOptimizer(ManagedOptimizer):
+class ShardedOptimizer(ScaledOptimizer):
     """What :meth:`shardrt.Runtime.optimizer` returns on several ranks.
 
     ``param_groups`` are the user's, with the whole parameters: schedulers, hooks and ``zero_grad`` see what they
     always see. ``state`` has this rank's part: whole parameters by themselves, slices by their shard.
     """
-
-    # torch.amp.GradScaler then leaves the decision to skip to step(), where it can be refused on every rank alike.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -51,12 +52,17 @@ class ShardedOptimizer(ManagedOptimizer):
     ) -> None:
         self._prepare(runtime, planner, plan)
         self._gather_communicator = gather_communicator
+        teach_grad_scaler()
         self._leaves_gradients = False
+        self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
+        self._hooked: HookResults | None = None
+        self._left: list[tuple[int, int]] | None = None
         self.watch: BackwardWatch | None = None
         if isinstance(schedule, OverlappingSchedule) and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
-            bucket_ready = weakref.WeakMethod(self._bucket_ready)
+            bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
             self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
+            self.watch.afterwards = lambda: _call(afterwards)
         self.gradients: Gradients = gradients
         self._communicator = communicator
         self._schedule = schedule
@@ -83,28 +89,31 @@ class ShardedOptimizer(ManagedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        started = time.perf_counter() if self._observers else 0.0
-        if hasattr(self, "found_inf"):
-            raise OptimizerError(
-                "torch.amp.GradScaler cannot drive a sharded optimizer on several ranks: each rank would decide by its "
-                "own gradients whether to skip the step; train in bfloat16, which needs no scaler"
-            )
+        started = time.perf_counter()
         with self._runtime.telling_peers(), torch.no_grad():
-            self._notice_changes()
             if self.watch is not None:
                 self.watch.check_complete()
+            self._notice_changes()
+            if self._steps == 0 and self.updates_early:  # see Note [The first step is late]
+                for bucket in range(self._ready_engine.bucket_count):
+                    self._ready_engine.reduce(bucket)
             self._schedule.step(self._ready_engine)
+            self._step_thawed()
+            self._ready_engine.step_done()
             # Not bucket by bucket: each starts from the options as they were, so that a count which the optimizer
             # keeps in its groups goes up once per step.
             self._local.give_options(self.param_groups)
             if self.watch is not None:
                 self.watch.rounds = 0
+        if self._spans is not None:
+            self._spans.step(started, self._steps)
         self._finished(started)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and a reduction of them that clipping has made."""
         super().zero_grad(set_to_none=set_to_none)
+        self._left = None
         self._ready_engine.forget_reduction()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -129,11 +138,7 @@ class ShardedOptimizer(ManagedOptimizer):
 
         Gradients that came reduced are whole on every rank, and so are all scaled on every rank.
         """
-        if isinstance(self._schedule, OverlappingSchedule) and self._schedule.updates_early:
-            raise UnsupportedError(
-                f"schedule {self._schedule.name!r} updates parameters during backward, so gradients cannot be clipped "
-                "by a norm that is known only afterwards; use schedule='bucket'"
-            )
+        self._refuse_when_updated_early("gradients cannot be clipped by what is known only afterwards")
         with self._runtime.telling_peers():
             self._notice_changes()
             shards = self._ready_engine.reduced_gradients(wanted)
@@ -142,12 +147,63 @@ class ShardedOptimizer(ManagedOptimizer):
         tensors = (param.tensor for param in self._params.values())
         return shards, [t.grad for t in tensors if t.grad is not None and (wanted is None or t in wanted)]
 
-    def leave_gradients_to(self, ddp: torch.nn.parallel.DistributedDataParallel) -> None:
-        """DDP keeps gradients in buckets of its own and writes to them after backward: they are copied, not moved."""
+    def unscale(self, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool) -> bool:
+        """See :class:`shardrt.optim.amp.ScaledOptimizer`."""
+        self._refuse_when_updated_early("GradScaler cannot decide afterwards to skip the update")
+        if self.gradients == "reduced":
+            return False
+        with self._runtime.telling_peers(), torch.no_grad():
+            self._notice_changes()
+            by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+            for shard in self._ready_engine.reduced_gradients():
+                by_kind.setdefault((shard.dtype, shard.device), []).append(shard)
+            if not allow_fp16 and any(param.tensor.dtype == torch.float16 for param in self._params.values()):
+                raise OptimizerError(
+                    "GradScaler cannot unscale float16 gradients: it needs parameters in float32, cast by autocast"
+                )
+            for same in by_kind.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
+            anywhere = found_inf.reshape(1)
+            self._communicator.all_reduce(anywhere, op="max").wait()
+            if found_inf.item():
+                self._ready_engine.forget_reduction()  # the scaler is going to skip this step
+            elif inverse_scale.item() != 1.0:
+                self._ready_engine.scale_local_gradients(inverse_scale)
+        return True
+
+    @property
+    def updates_early(self) -> bool:
+        """Whether parameters are updated inside backward, before anything can be done to the gradients."""
+        early = isinstance(self._schedule, OverlappingSchedule) and self._schedule.updates_early
+        return early and self.watch is not None
+
+    def _refuse_when_updated_early(self, what: str) -> None:
+        if self.updates_early:
+            raise UnsupportedError(
+                f"schedule {self._schedule.name!r} updates parameters during backward, so {what}; "
+                "use schedule='bucket' or 'priority'"
+            )
+
+    def leave_gradients_to(
+        self, ddp: torch.nn.parallel.DistributedDataParallel, hooked: HookResults | None = None
+    ) -> None:
+        """DDP keeps gradients in buckets of its own and writes to them after backward: they are copied, not moved.
+
+        With ``hooked``, a communication hook reduces them. Where nothing is updated before ``step`` they are then
+        simply found in ``p.grad``, where users may still change them.
+        """
         self._leaves_gradients = True
         if self.watch is not None:
             self.watch.synchronised = lambda: bool(ddp.require_backward_grad_sync)
+        if hooked is not None and not self.updates_early:
+            self.gradients, self.watch = "reduced", None
+        elif hooked is not None:
+            self._hooked = hooked
         self._build_engine()
+
+    def finish(self) -> None:
+        """Wait for gathers that were left to whoever reads the parameters."""
+        self._ready_engine.finish_reads()
 
     def state_dict(self) -> dict[str, Any]:
         """Refused: what torch's format has no place for would silently be left out."""
@@ -187,6 +243,7 @@ class ShardedOptimizer(ManagedOptimizer):
     def _build_engine(self) -> None:
         if self._engine is not None:
             self._engine.remove_hooks()
+            self._engine.settle()
         self._engine = BucketEngine(
             self.plan,
             self._params,
@@ -194,9 +251,12 @@ class ShardedOptimizer(ManagedOptimizer):
             gradients=self.gradients,
             owned=self._owned,
             update=self._update_shards,
+            read_failed=self._runtime.report_failure,
             gather_communicator=self._gather_communicator,
             watch=self.watch,
+            hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
+            timeline=self._runtime.timeline,
             settings=Settings(self._settings, self._explain_different_settings),
         )
         if self.watch is not None:
@@ -225,17 +285,36 @@ class ShardedOptimizer(ManagedOptimizer):
         if self._schedule.updates_early and self.watch.rounds:
             raise OptimizerError(
                 f"a second backward before step(): schedule {self._schedule.name!r} has updated the parameters with "
-                "the first already; accumulate inside rt.no_sync(opt), or use schedule='bucket'"
+                "the first already; accumulate inside rt.no_sync(opt), or use schedule='bucket' or 'priority'"
             )
         with self._runtime.telling_peers(), torch.no_grad():
             if bucket == 0:
+                self._ready_engine.finish_reads()
                 self._ready_engine.follow_moved_parameters()
             self._ready_engine.renew(bucket)
-            self._schedule.bucket_ready(self._ready_engine, bucket)
+            if self._steps == 0 and self._schedule.updates_early:
+                # see Note [The first step is late]
+                self._ready_engine.reduce(bucket)
+            else:
+                self._schedule.bucket_ready(self._ready_engine, bucket)
+
+    def _after_backward(self) -> None:
+        if self._spans is not None and self.watch is not None:
+            self._spans.backward(self.watch.began)
+        if self._leaves_gradients:
+            self._left = self._gradient_versions()
+        if self.step_after_backward:
+            self.step()
+
+    def _gradient_versions(self) -> list[tuple[int, int]]:
+        return [(id(t.grad), -1 if t.grad is None else t.grad._version) for t in self._tensors]
 
     def _update_shards(self, owned: Sequence[OwnedShard] | None) -> None:
+        started = time.perf_counter()
         self._local.take_options(self.param_groups)
         self._local.step(None if owned is None else {one.stepped for one in owned})
+        if self._spans is not None:
+            self._spans.update(started)
         if len(self.state) != len(self._local.inner.state):
             self._show_state()
 
@@ -248,10 +327,14 @@ class ShardedOptimizer(ManagedOptimizer):
             self.state[whole if whole is not None and whole.shape == stepped.shape else stepped] = state
 
     def _notice_changes(self) -> None:
-        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here.
-        trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
-        if trained != self._trained:
-            self._lay_out_again(trained)
+        self._ready_engine.finish_reads()
+        if self._left is not None and self._left != self._gradient_versions():
+            raise OptimizerError(
+                "gradients were changed after DDP's backward, when their reduction had started; clip with "
+                "rt.clip_grad_norm_ or rt.clip_grad_value_, or use schedule='sync'"
+            )
+        if not self.updates_early:
+            self._follow_freezing()
         self._ready_engine.follow_moved_parameters()
         if self.gradients == "reduced" and not self._checked_gradients:
             agree_on_values(
@@ -263,14 +346,37 @@ class ShardedOptimizer(ManagedOptimizer):
             )
             self._checked_gradients = True
 
-    def _lay_out_again(self, trained: Sequence[bool]) -> None:
-        """Parameters were frozen or thawed: owners stay, the buckets change."""
+    def _follow_freezing(self) -> bool:
+        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here.
+        trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
+        if trained == self._trained:
+            return False
+        # Parameters were frozen or thawed: owners stay, the buckets change.
         with self._runtime.agreeing("parameters frozen or thawed") as fields:
             specs = [param.spec(trainable=flag) for param, flag in zip(self._params.values(), trained, strict=True)]
             plan = self._planner.relaid(self.plan, specs)
             fields.update(optimizer_fields(plan, self._planner.optimizer_class, {}, [], self.gradients))
         self.plan = plan
         self._build_engine()
+        return True
+
+    def _step_thawed(self) -> None:
+        """Where buckets are updated inside backward, parameters thawed since the last step were in none of them."""
+        if not self.updates_early:
+            return
+        stepped = {tensor for tensor, was in zip(self._tensors, self._trained, strict=True) if was}
+        if self._follow_freezing():
+            engine = self._ready_engine
+            engine.skip(stepped)
+            start_and_wait(engine.reduce, range(engine.bucket_count))
+            engine.update()
+            start_and_wait(engine.gather, range(engine.bucket_count))
+            engine.skip(())
+
+
+# Note [The first step is late]: whether a loop clips, scales its loss or accumulates without no_sync is seen only when
+# it does so, after its first backward. A schedule that updates inside backward would have changed parameters by then.
+# So in the first iteration it only reduces there, and a loop it cannot serve is refused with nothing changed.
 
 
 def _parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
@@ -285,10 +391,10 @@ def _parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
     return stepped
 
 
-def _call(method: weakref.WeakMethod[Any], bucket: int) -> None:
+def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
     alive = method()
     if alive is not None:
-        alive(bucket)
+        alive(*arguments)
 
 
 def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from shardrt_bucket_schedule import BucketSchedule
 from shardrt_gloo.communicator import GlooCommunicator
 from shardrt_interleaved.schedule import InterleavedSchedule
+from shardrt_priority import PrioritySchedule
 from shardrt_sync import SyncSchedule
 
 from shardrt import Group
@@ -43,3 +44,9 @@ class TestSync(ScheduleConformance):
     @classmethod
     def make(cls) -> Any:
         return SyncSchedule()
+
+
+class TestPriority(ScheduleConformance):
+    @classmethod
+    def make(cls) -> Any:
+        return PrioritySchedule()

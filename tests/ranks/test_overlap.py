@@ -14,7 +14,7 @@ import shardrt
 from shardrt.testing import RankPool
 from tests.ranks.twins import batch, largest_difference, twins
 
-SCHEDULES = ["sync", "bucket", "interleaved"]
+SCHEDULES = ["sync", "bucket", "interleaved", "priority"]
 TOLERANCE = 5e-6
 
 
@@ -127,7 +127,7 @@ def test_ddp_options(ranks: RankPool, schedule: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("way", ["plain", "ddp"])
-@pytest.mark.parametrize("schedule", ["sync", "bucket"])
+@pytest.mark.parametrize("schedule", ["sync", "bucket", "priority"])
 def test_clipping_by_norm(ranks: RankPool, schedule: str, way: str) -> None:
     for first, last in ranks.run(train, ranks=2, schedule=schedule, way=way, steps=10, clip=0.05):
         assert max(first, last) <= 2e-5
@@ -155,7 +155,7 @@ def two_backwards(schedule: str) -> float:
     return largest_difference(ours.parameters(), theirs.parameters())
 
 
-@pytest.mark.parametrize("schedule", ["sync", "bucket"])
+@pytest.mark.parametrize("schedule", ["sync", "bucket", "priority"])
 def test_two_backwards_before_a_step(ranks: RankPool, schedule: str) -> None:
     assert all(difference <= TOLERANCE for difference in ranks.run(two_backwards, ranks=2, schedule=schedule))
 
@@ -267,7 +267,7 @@ def breaks_in_backward(schedule: str) -> None:
             opt.zero_grad()
 
 
-@pytest.mark.parametrize("schedule", ["bucket", "interleaved"])
+@pytest.mark.parametrize("schedule", ["bucket", "interleaved", "priority"])
 def test_an_error_inside_backward_ends_every_rank(ranks: RankPool, schedule: str) -> None:
     started = time.monotonic()
     outcomes = ranks.outcomes(breaks_in_backward, ranks=3, schedule=schedule)

@@ -13,7 +13,7 @@ import pytest
 from shardrt.config import Choice, RuntimeConfig
 from shardrt.errors import ConfigError
 
-KNOWN = "backend, bucket_mb, device, partitioner, schedule, timeout"
+KNOWN = "backend, bucket_mb, device, partitioner, schedule, timeline, timeout"
 
 
 def test_defaults() -> None:
@@ -60,6 +60,7 @@ def test_json_goes_there_and_back() -> None:
         "device": "cuda:0",
         "bucket_mb": 25.0,
         "timeout": 300.0,
+        "timeline": None,
     }
 
 
@@ -67,6 +68,10 @@ def test_whole_numbers_are_the_same_text_on_all_ranks() -> None:
     whole, fraction = RuntimeConfig(timeout=60, bucket_mb=25), RuntimeConfig(timeout=60.0, bucket_mb=25.0)
     assert json.dumps(whole.to_json()) == json.dumps(fraction.to_json())
     assert list(whole.to_json()) == [field.name for field in attrs.fields(RuntimeConfig)], "no field is forgotten"
+
+
+def test_a_directory_may_be_a_path() -> None:
+    assert RuntimeConfig(timeline=Path("runs/today")) == RuntimeConfig.from_mapping({"timeline": "runs/today"})
 
 
 BODY = 'timeout = 60\nbackend = "gloo"\n[{prefix}partitioner]\nname = "greedy"\ncost = "bytes"\n'
@@ -120,6 +125,8 @@ def test_toml(tmp_path: Path, name: str, text: str) -> None:
             {"device": " "},
             "device = ' ' is not a device; give one as text, like 'cpu' or 'cuda:0', or leave it out",
         ),
+        ({"timeline": 3}, "timeline = 3 is not a directory; give its path as text, or leave it out"),
+        ({"timeline": " "}, "timeline = ' ' is not a directory; give its path as text, or leave it out"),
         (
             {"backend": 3},
             "backend = 3 is not a plugin's name; give a name, or a mapping with a name and options "

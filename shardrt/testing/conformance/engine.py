@@ -52,6 +52,7 @@ class RecordingEngine:
     """
 
     bucket_count: int
+    gathers_apart: bool = True
     delays: random.Random | None = None
     fault: tuple[Fault, int] | None = None
     """Fail at this place, in this bucket."""
@@ -60,6 +61,8 @@ class RecordingEngine:
     works: list[RecordedWork] = attrs.field(factory=list)
     reductions: dict[int, RecordedWork] = attrs.field(factory=dict)
     """Those that no update has used yet: a bucket that is reduced already is not reduced again."""
+    left_to_readers: list[RecordedWork] = attrs.field(factory=list)
+    """Gathers that the schedule need not wait for."""
 
     def reduce(self, bucket: int) -> RecordedWork:
         """Start a reduction that takes until it is waited for."""
@@ -78,9 +81,23 @@ class RecordingEngine:
         """Start a gather that takes until it is waited for."""
         return self._start("gather", bucket)
 
+    def gather_for_readers(self, bucket: int) -> None:
+        """Start a gather that :meth:`read_everything` waits for."""
+        self.left_to_readers.append(self.gather(bucket))
+
+    def reading_order(self) -> Sequence[int]:
+        """Some order, neither that of the buckets nor its reverse."""
+        return [*range(1, self.bucket_count, 2), *range(0, self.bucket_count, 2)]
+
+    def read_everything(self) -> None:
+        """What the next forward does."""
+        for work in self.left_to_readers:
+            work.wait()
+
     def outstanding(self) -> list[str]:
-        """Operations that were started and never waited for."""
-        return [f"{work.kind} of bucket {work.bucket}" for work in self.works if not work.waited]
+        """Operations that were started, and that neither the schedule waited for nor a reader is going to."""
+        left = (work for work in self.works if not work.waited and work not in self.left_to_readers)
+        return [f"{work.kind} of bucket {work.bucket}" for work in left]
 
     def issued(self) -> list[tuple[str, int]]:
         """The collective calls, in the order in which they were made: it must be the same on all ranks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -56,10 +57,11 @@ class ScheduleConformance:
     def test_complete_step(self, buckets: int) -> None:
         """Every bucket is reduced, then updated, then gathered, once each; nothing is left under way."""
         schedule = self.make()
-        for in_backward in (0, buckets // 2, buckets):
-            engine = RecordingEngine(bucket_count=buckets)
+        for in_backward, apart in itertools.product((0, buckets // 2, buckets), (True, False)):
+            engine = RecordingEngine(bucket_count=buckets, gathers_apart=apart)
             _backward(schedule, engine, in_backward)
             schedule.step(engine)
+            engine.read_everything()
             for kind in ("reduce", "reduce done", "update", "gather", "gather done"):
                 assert sorted(bucket for event, bucket in engine.events if event == kind) == list(range(buckets)), kind
             for bucket in range(buckets):
@@ -67,13 +69,14 @@ class ScheduleConformance:
                 assert places == sorted(places)
             assert engine.outstanding() == []
 
+    @pytest.mark.parametrize("apart", [True, False], ids=["two-communicators", "one-communicator"])
     @_each_count
-    def test_order_does_not_depend_on_time(self, buckets: int) -> None:
+    def test_order_does_not_depend_on_time(self, buckets: int, apart: bool) -> None:
         """Ranks are never equally fast, nor fill their buckets alike, yet must make their calls in one order."""
         orders = []
         for rank in range(8):
             schedule = self.make()
-            engine = RecordingEngine(bucket_count=buckets, delays=random.Random(rank))
+            engine = RecordingEngine(bucket_count=buckets, gathers_apart=apart, delays=random.Random(rank))
             _backward(schedule, engine, rank % (buckets + 1))
             schedule.step(engine)
             orders.append(_orders(schedule, engine))
@@ -124,10 +127,14 @@ class ScheduleConformance:
         assert bucket_mb is None or found[0] > 1
 
     def _step_with_fault(self, place: Fault, bucket: int) -> RecordingEngine:
-        engine = RecordingEngine(bucket_count=_BUCKETS, delays=random.Random(bucket), fault=(place, bucket))
-        with pytest.raises(EngineFault):
-            self.make().step(engine)
-        assert engine.outstanding() == []
+        for apart in (False, True):
+            engine = RecordingEngine(
+                bucket_count=_BUCKETS, gathers_apart=apart, delays=random.Random(bucket), fault=(place, bucket)
+            )
+            with pytest.raises(EngineFault):
+                self.make().step(engine)
+                engine.read_everything()
+            assert engine.outstanding() == []
         return engine
 
 
@@ -140,6 +147,6 @@ def _backward(schedule: Schedule, engine: RecordingEngine, buckets: int) -> None
 
 def _orders(schedule: Schedule, engine: RecordingEngine) -> list[list[tuple[str, int]]]:
     """The calls of each communicator, in order."""
-    apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+    apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart and engine.gathers_apart
     kinds = (("reduce",), ("gather",)) if apart else (("reduce", "gather"),)
     return [[call for call in engine.issued() if call[0] in some] for some in kinds]

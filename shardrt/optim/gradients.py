@@ -1,0 +1,152 @@
+"""How gradients get into a bucket's buffers, and how one tells which of them there are.
+
+Note [Missing gradients]: without sharding a parameter that got no gradient is not stepped: no weight decay, no
+momentum. One that got a gradient on some ranks only is stepped, the others counting as zero, as under DDP. Owners
+must know which case it is, so each bucket's reduction is followed by one byte per parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import attrs
+import torch
+
+from shardrt.errors import SparseGradientError
+from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged
+from shardrt.optim.settings import MARKS
+from shardrt.plan import Shard
+from shardrt.protocols import Work
+
+
+@attrs.define(eq=False)
+class OwnedShard:
+    """A shard this rank steps: the parameter object its optimizer holds, and where its gradient arrives."""
+
+    shard: Shard
+    stepped: torch.nn.Parameter
+    slot: Slot | None = None
+    """Its place in a bucket; None while the parameter is frozen."""
+    gradient: torch.Tensor | None = None
+
+
+@attrs.define(eq=False)
+class BucketAtWork:
+    """A bucket's buffers and what is under way with them."""
+
+    buffers: BucketBuffers
+    owned: list[tuple[int, OwnedShard]] = attrs.field(factory=list)
+    """This rank's shards, with the index of their slot."""
+    reduction: Work | None = None
+    outdated: bool = False
+    """Gradients have come in since the reduction was started."""
+    version: int = -1
+    present: torch.Tensor = attrs.field(init=False)
+    """For each slot, whether this rank (after the reduction: any rank) has a gradient, see Note [Missing gradients];
+    then the marks of the settings it is to be stepped with, see :mod:`shardrt.optim.settings`."""
+
+    def note_gradients(self) -> None:
+        """Remember what the reduction was started with. Views share the counter of the buffer they are of, so one
+        number tells whether anybody has written to any gradient since."""
+        self.outdated = False
+        self.version = -1 if self.buffers.gradients is None else self.buffers.gradients._version
+
+    def gradients_changed(self) -> bool:
+        """Whether any gradient has changed since the reduction was started."""
+        now = -1 if self.buffers.gradients is None else self.buffers.gradients._version
+        return self.outdated or now != self.version
+
+    @present.default
+    def _no_gradients_yet(self) -> torch.Tensor:
+        return torch.zeros(len(self.buffers.slots) + MARKS, dtype=torch.int8, device=self.buffers.params.device)
+
+
+def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[torch.Tensor]) -> list[int]:
+    """Bring every gradient of the bucket into its place; says for each slot whether there was one.
+
+    ``skipped`` are parameters that count as having none.
+    """
+    present = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for slot in buffers.slots:
+        tensor = slot.param.tensor
+        gradient = None if skipped and tensor in skipped else tensor.grad
+        present.append(int(gradient is not None))
+        if gradient is slot.gradient and gradient is not None:
+            continue
+        if gradient is None:
+            if not skipped or tensor.grad is None:
+                _zero(buffers, slot)
+            continue
+        refuse_sparse(slot.param.name, gradient)
+        if slot.gradient is not None:
+            targets.append(slot.gradient)
+            sources.append(gradient.detach())
+            if adopts and not gradient.requires_grad:
+                tensor.grad = slot.gradient
+        else:
+            flat = gradient.detach().reshape(-1)
+            assert buffers.gradients is not None
+            for offset, shard in slot.offsets:
+                targets.append(buffers.gradients[offset : offset + shard.numel])
+                sources.append(flat[shard.start : shard.stop])
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    return present
+
+
+def _zero(buffers: BucketBuffers, slot: Slot) -> None:
+    assert buffers.gradients is not None
+    for offset, shard in slot.offsets:
+        buffers.gradients[offset : offset + shard.numel].zero_()
+
+
+def move_gradient_home(
+    bucket: BucketAtWork, slot: Slot, adopts: bool, arrived: Callable[[], None] | None
+) -> Callable[[torch.Tensor], None]:
+    name, home = slot.param.name, slot.gradient
+
+    def hook(tensor: torch.Tensor) -> None:
+        bucket.outdated = True
+        gradient = tensor.grad
+        if gradient is not home and gradient is not None:
+            refuse_sparse(name, gradient)
+            # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
+            if adopts and home is not None and not gradient.requires_grad:
+                check_unchanged(name, home, gradient)
+                home.copy_(gradient)
+                tensor.grad = home
+        if arrived is not None:
+            arrived()
+
+    return hook
+
+
+def wait_for_reduction(bucket: BucketAtWork) -> Callable[[torch.Tensor], None]:
+    """Before a gradient is added to: the bytes it lies in may still be on their way from an earlier backward."""
+
+    def hook(_: torch.Tensor) -> None:
+        if bucket.reduction is not None:
+            bucket.reduction.wait()
+
+    return hook
+
+
+def part_of_gradient(slot: Slot, shard: Shard) -> torch.Tensor | None:
+    """For gradients that are reduced already: the part of ``p.grad`` that belongs to a shard."""
+    gradient = slot.param.tensor.grad
+    if gradient is None:
+        return None
+    refuse_sparse(slot.param.name, gradient)
+    if shard.numel == slot.param.tensor.numel():
+        return gradient
+    return gradient.detach().reshape(-1)[shard.start : shard.stop]
+
+
+def refuse_sparse(name: str, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise SparseGradientError(
+            f"parameter {name!r} received a gradient with layout {gradient.layout}; flat buffers hold dense ones only: "
+            "build its module without sparse gradients (torch.nn.Embedding(sparse=False))"
+        )
