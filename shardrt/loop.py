@@ -141,7 +141,8 @@ class LoopCalls:
         """Wait until the parameters have their new values everywhere.
 
         Needed only where parameters are read behind Python's back, after a step of a schedule that leaves gathers to
-        the next forward (``priority``): through a view or an array made earlier, or by code in another language.
+        the next forward (``priority``): through a view or an array made earlier, by code in another language, or by
+        handing the parameters themselves to a transform of ``torch.func``.
 
         Example:
             >>> import shardrt, torch

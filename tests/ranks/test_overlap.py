@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import shardrt
+from shardrt.comm.thread import OperationThread
+from shardrt.optim.engine import BucketEngine
 from shardrt.testing import RankPool
 from tests.ranks.twins import batch, largest_difference, twins
 
@@ -237,29 +242,45 @@ def test_an_optimizer_that_counts_in_its_groups(ranks: RankPool, schedule: str) 
 
 
 class Breaks(torch.autograd.Function):
-    """Raises in backward."""
+    """Raises in backward, or ends the process."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.how = how
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("broken inside backward")
 
 
-def breaks_in_backward(schedule: str) -> None:
-    model = Deep()
+class Breakable(Deep):
+    """Has a place in the middle that may break."""
+
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inlet(x))
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 2 and self.how:
+                x = Breaks.apply(x, self.how)
+        return self.outlet(x)
+
+
+def breaks_in_backward(schedule: str, way: str, how: str) -> None:
+    inner = Breakable()
+    model: Any = DistributedDataParallel(inner) if way == "ddp" else inner
     with shardrt.Runtime(schedule=schedule, bucket_mb=0.003, timeout=20) as rt:
         opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+        if way == "ddp":
+            rt.attach(model, opt)
         for step in range(3):
-            x = torch.tanh(model.inlet(batch(step, rt.rank)))
-            for index, layer in enumerate(model.layers):
-                x = torch.tanh(layer(x))
-                if index == 2 and rt.rank == 1 and step == 1:
-                    x = Breaks.apply(x)
+            inner.how = how if rt.rank == 1 and step == 1 else ""
             try:
-                model.outlet(x).sum().backward()
+                model(batch(step, rt.rank)).sum().backward()
             except RuntimeError as error:
                 if str(error) != "broken inside backward":
                     raise
@@ -267,10 +288,10 @@ def breaks_in_backward(schedule: str) -> None:
             opt.zero_grad()
 
 
-@pytest.mark.parametrize("schedule", ["bucket", "interleaved", "priority"])
-def test_an_error_inside_backward_ends_every_rank(ranks: RankPool, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "way"), [("bucket", "plain"), ("interleaved", "ddp"), ("priority", "plain")])
+def test_an_error_inside_backward_ends_every_rank(ranks: RankPool, schedule: str, way: str) -> None:
     started = time.monotonic()
-    outcomes = ranks.outcomes(breaks_in_backward, ranks=3, schedule=schedule)
+    outcomes = ranks.outcomes(breaks_in_backward, ranks=3, schedule=schedule, way=way, how="raised")
     assert outcomes[1].error_type == "OptimizerError" and "the last backward ended early" in outcomes[1].error_message
     for rank in (0, 2):
         assert outcomes[rank].error_type == "PeerError", outcomes[rank]
@@ -278,42 +299,85 @@ def test_an_error_inside_backward_ends_every_rank(ranks: RankPool, schedule: str
     assert time.monotonic() - started < 60
 
 
-def storm(schedule: str, weather: int, steps: int) -> list[float]:
-    """Random sleeps in forward and in every hook of the step; tells a digest of the parameters."""
-    import os
+@pytest.mark.parametrize(("schedule", "way"), [("bucket", "ddp"), ("interleaved", "plain"), ("priority", "ddp")])
+def test_a_rank_killed_inside_backward_ends_the_others(ranks: RankPool, schedule: str, way: str) -> None:
+    started = time.monotonic()
+    outcomes = ranks.outcomes(breaks_in_backward, ranks=3, schedule=schedule, way=way, how="killed")
+    assert outcomes[1].error_type == "WorkerDied"
+    for rank in (0, 2):
+        assert outcomes[rank].error_type in ("CommunicationError", "PeerError"), outcomes[rank]
+        assert "rank 1" in outcomes[rank].error_message
+    assert time.monotonic() - started < 60
+
+
+def storm(schedule: str, way: str, weather: int, steps: int) -> dict[str, Any]:
+    """Random sleeps in forward, hooks and threads: how many there were, and a digest of the parameters."""
     import random
 
     sleeps = random.Random(f"{weather} {os.environ['RANK']}")
     torch.manual_seed(weather)
-    model = Deep(sometimes=True)
+    inner = Deep(sometimes=True)
+    naps = dict.fromkeys(("forward", "hooks", "threads"), 0)
 
-    def nap(*_: Any) -> None:
-        if sleeps.random() < 0.05:
-            time.sleep(sleeps.random() * 0.004)
+    def napping(place: str) -> Any:
+        def nap(*_: Any) -> None:
+            if sleeps.random() < 0.05:
+                naps[place] += 1
+                time.sleep(sleeps.random() * 0.004)
 
-    for layer in model.modules():
-        layer.register_forward_hook(nap)
-    with shardrt.Runtime(schedule=schedule, bucket_mb=0.003, timeout=30) as rt:
+        return nap
+
+    for layer in inner.modules():
+        layer.register_forward_hook(napping("forward"))
+    model: Any = DistributedDataParallel(inner, find_unused_parameters=True) if way == "ddp" else inner
+    with (
+        before_each(OperationThread, "_attempt", napping("threads")),
+        before_each(BucketEngine, "update", napping("threads")),
+        shardrt.Runtime(schedule=schedule, bucket_mb=0.003, timeout=60) as rt,
+    ):
         opt = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-3)
+        if way == "ddp":
+            rt.attach(model, opt)
         for param in model.parameters():
-            param.register_post_accumulate_grad_hook(nap)
+            param.register_post_accumulate_grad_hook(napping("hooks"))
         for step in range(steps):
             model(batch(step, rt.rank)).pow(2).mean().backward()
             opt.step()
             opt.zero_grad()
-    return [float(param.detach().double().sum()) for param in model.parameters()]
+    sums = [float(param.detach().double().sum()) for param in model.parameters()]
+    return {"sums": sums, "naps": naps}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@contextlib.contextmanager
+def before_each(owner: type, method: str, call: Any) -> Iterator[None]:
+    """Call something before each call of a method."""
+    original = getattr(owner, method)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, wrapped)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+def check_storm(found: list[dict[str, Any]]) -> None:
+    assert all(one["sums"] == found[0]["sums"] for one in found)
+    assert all(sum(one["naps"][place] for one in found) > 0 for place in found[0]["naps"])
+
+
+@pytest.mark.parametrize(("seed", "way"), [(1, "plain"), (2, "ddp")])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_small_storm(ranks: RankPool, schedule: str, seed: int) -> None:
-    found = ranks.run(storm, ranks=4, schedule=schedule, weather=seed, steps=15)
-    assert all(one == found[0] for one in found)
+def test_a_small_storm(ranks: RankPool, schedule: str, seed: int, way: str) -> None:
+    check_storm(ranks.run(storm, ranks=4, schedule=schedule, way=way, weather=seed, steps=15))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_storm(ranks: RankPool, schedule: str, seed: int) -> None:
-    found = ranks.run(storm, ranks=4, timeout=400, schedule=schedule, weather=seed, steps=200)
-    assert all(one == found[0] for one in found)
+    way = ("plain", "ddp")[seed % 2]
+    check_storm(ranks.run(storm, ranks=4, timeout=400, schedule=schedule, way=way, weather=seed, steps=200))
