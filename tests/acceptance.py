@@ -1,6 +1,6 @@
 """Prints what the tests assert, as tables: equality, handshake messages, traffic, state, errors.
 
-Run it with ``python tasks.py accept``.
+Run it with ``python tasks.py accept``, or one section of it: ``optimizer``, ``overlap`` or ``storm`` after the name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rich.table import Table
 
 import shardrt
 from shardrt.testing import RankPool
+from tests import acceptance_overlap
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
 
@@ -128,12 +129,23 @@ def traffic_and_state(pool: RankPool) -> bool:
     return good
 
 
-def main() -> int:
+SECTIONS = {
+    "optimizer": (equality, handshake, traffic_and_state),
+    "overlap": (acceptance_overlap.equality, acceptance_overlap.combinations, acceptance_overlap.lost_inside_backward),
+    "storm": (acceptance_overlap.storms,),
+}
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        console.print(f"no section {unknown[0]!r}; sections: {', '.join(SECTIONS)}")
+        return 2
     with RankPool(4) as pool:
-        good = [equality(pool), handshake(pool), traffic_and_state(pool)]
+        good = [check(pool) for name in names or ["optimizer", "overlap"] for check in SECTIONS[name]]
     console.print("all as required" if all(good) else f"NOT as required: {good}", style="bold")
     return 0 if all(good) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
