@@ -19,6 +19,7 @@ COMMANDS = MappingProxyType(
         "demo": ("shardrt.cli.demo:demo", "Train a small model on a few ranks of this machine."),
         "doctor": ("shardrt.cli.doctor:doctor", "Find out what works here, and what would make the rest work."),
         "plugins": ("shardrt.cli.plugins:plugins", "List what installed plugins offer."),
+        "trace": ("shardrt.cli.trace:trace", "Tell how much communication a recorded run hid, and draw it."),
     }
 )
 """Name to where the command is and what it does; the summary is here so that ``--help`` imports no command."""

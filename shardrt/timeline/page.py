@@ -34,7 +34,7 @@ def render_page(
 ) -> str:
     """The page, with figures over some steps chosen; others can be chosen in it."""
     data, title = _PageData(analyses, steps, notes, most_drawn).build(), _title(analyses)
-    style, script = _part("page.css"), _part("page.js")
+    style, script = _part("page.css"), _script()
     parts = {
         "title": html.escape(title),
         "style": style,
@@ -177,6 +177,11 @@ def _title(analyses: Sequence[RankAnalysis]) -> str:
     schedule = analyses[0].timeline.about.get("schedule")
     name = schedule["name"] if isinstance(schedule, dict) else "timeline"
     return f"shardrt timeline: {name}, {analyses[0].timeline.world_size} ranks"
+
+
+def _script() -> str:
+    parts = "\n".join(_part(f"page_{name}.js") for name in ("figures", "drawing", "moving"))
+    return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
 def _part(name: str) -> str:
