@@ -31,7 +31,7 @@ class BucketSchedule:
     """
 
     name = "bucket"
-    bucket_mb: float | None = 25.0
+    bucket_mb: float | None = 8.0
     gathers_apart = False
     updates_early = False
 

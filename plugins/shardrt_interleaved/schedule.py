@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
@@ -21,13 +22,13 @@ class InterleavedSchedule:
     """
 
     name = "interleaved"
-    bucket_mb: float | None = 25.0
+    bucket_mb: float | None = 8.0
     gathers_apart = True
     updates_early = True
 
     def __init__(self) -> None:
         self._iterations: WeakKeyDictionary[StepEngine, _Iteration] = WeakKeyDictionary()
-        self._queue: SimpleQueue[_SteppedBucket] | None = None
+        self._queue: SimpleQueue[_SteppedBucket | None] | None = None
 
     def bucket_ready(self, engine: StepEngine, bucket: int) -> None:
         """Start the reduction and leave the rest to the thread, or to the next bucket."""
@@ -53,10 +54,11 @@ class InterleavedSchedule:
                     before.run()
         return iteration.buckets[bucket]
 
-    def _running_queue(self) -> SimpleQueue[_SteppedBucket]:
+    def _running_queue(self) -> SimpleQueue[_SteppedBucket | None]:
         if self._queue is None:
             self._queue = SimpleQueue()
             threading.Thread(target=_serve, args=(self._queue,), name="shardrt-interleaved", daemon=True).start()
+            weakref.finalize(self, self._queue.put, None)
         return self._queue
 
 
@@ -115,9 +117,10 @@ class _SteppedBucket:
             self._gather.wait()
 
 
-def _serve(queue: SimpleQueue[_SteppedBucket]) -> None:
+def _serve(queue: SimpleQueue[_SteppedBucket | None]) -> None:
     import torch
 
     with torch.no_grad():
-        while True:
-            queue.get().run()
+        while (stepped := queue.get()) is not None:
+            stepped.run()
+            del stepped  # kept until the next one comes, it would keep its engine alive

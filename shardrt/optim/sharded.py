@@ -194,7 +194,9 @@ class ShardedOptimizer(ScaledOptimizer):
         """
         self._leaves_gradients = True
         if self.watch is not None:
-            self.watch.synchronised = lambda: bool(ddp.require_backward_grad_sync)
+            # Weak: DDP holds the hooks that hold us, in memory that Python's collector cannot see into.
+            module = weakref.ref(ddp)
+            self.watch.synchronised = lambda: bool(getattr(module(), "require_backward_grad_sync", False))
         if hooked is not None and not self.updates_early:
             self.gradients, self.watch = "reduced", None
         elif hooked is not None:

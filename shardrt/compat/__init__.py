@@ -1,0 +1,17 @@
+"""torch's names for a sharded optimizer, with torch's signatures, on this runtime: changing an import is the migration.
+
+Example:
+    >>> import torch
+    >>> from shardrt.compat import ZeroRedundancyOptimizer
+    >>> model = torch.nn.Linear(4, 2)
+    >>> opt = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> opt.step()
+"""
+
+from __future__ import annotations
+
+from shardrt.compat.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardrt.compat.zero import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
