@@ -95,7 +95,7 @@ def _is_text_or_none(_: Any, field: attrs.Attribute[Any], value: object) -> None
         )
 
 
-def _path_text(value: object) -> object:
+def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -139,7 +139,7 @@ known: backend, bucket_mb, device, partitioner, schedule, timeline, timeout; did
     """Megabytes that travel together; None is what the schedule works best with."""
     timeout: float = attrs.field(default=300.0, validator=_is_positive)
     """Seconds that any wait for another rank may take."""
-    timeline: Any = attrs.field(default=None, converter=_path_text, validator=_is_directory_or_none)
+    timeline: str | None = attrs.field(default=None, converter=_path_text, validator=_is_directory_or_none)
     """The directory that each rank writes a timeline to; None is the variable SHARDRT_TIMELINE's, or no timeline."""
 
     @classmethod

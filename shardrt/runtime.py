@@ -43,8 +43,8 @@ class Runtime(LoopCalls):
     from torchrun's variables, or this process works alone. ``device`` is where parameters live (by default the
     accelerator, else the CPU), ``bucket_mb`` how many megabytes travel together (by default what the schedule works
     best with), ``timeout`` the seconds that any wait for another rank may take, and ``plugins`` objects with hook
-    implementations for this runtime alone. ``timeline`` is a directory to which each rank writes what it did when, as
-    ``SHARDRT_TIMELINE`` says otherwise; ``rt.timeline`` is None where neither does.
+    implementations for this runtime alone. ``timeline`` is a directory to which each rank writes what it did when
+    (``shardrt trace`` reads it); where it is None, the variable ``SHARDRT_TIMELINE`` may name one.
 
     Example:
         >>> import shardrt, torch

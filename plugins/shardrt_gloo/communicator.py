@@ -27,10 +27,13 @@ import torch.distributed as dist
 from shardrt.comm import Capabilities, Traffic
 from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
 from shardrt.comm.thread import OperationThread, ThreadedWork
+from shardrt.comm.works import FollowedWork
 from shardrt.errors import CommunicationError, ConfigError
-from shardrt.protocols import Group, ReduceOp
+from shardrt.protocols import Group, ReduceOp, Work
 
 _HALF = (torch.float16, torch.bfloat16)
+_SMALL_BYTES = 4096
+"""Up to here a message costs its latency, and its size nothing."""
 _JOINS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 Message = tuple[int, torch.Tensor]
 """A peer's rank and what to send to it or where to receive from it."""
@@ -89,7 +92,7 @@ class GlooCommunicator:
         runs = torch.split(buffer, list(splits))
         return self._submit("all_gather", lambda: self._spread_runs("all_gather", runs), buffer.nbytes)
 
-    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:
+    def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
         check_flat("all_reduce", buffer, self.rank)
         check_reduction("all_reduce", buffer, op, average, self.rank)
@@ -127,7 +130,9 @@ class GlooCommunicator:
         """End the thread; the process group stays."""
         self._thread.close()
 
-    def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
+    def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
+        if buffer.nbytes <= _SMALL_BYTES and buffer.dtype not in _HALF:
+            return self._all_reduce_at_once(operation, buffer, op, average)
         share, rest = divmod(buffer.numel(), self.world_size)
         runs = torch.split(buffer, [share + (rank < rest) for rank in range(self.world_size)])
 
@@ -136,6 +141,32 @@ class GlooCommunicator:
             self._spread_runs(operation, runs)
 
         return self._submit(operation, run, buffer.nbytes)
+
+    def _all_reduce_at_once(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
+        """Everyone sends everything to everyone: one message time instead of two.
+
+        The thread only posts the messages and goes on, so that what is issued next does not wait for them; whoever
+        waits for the result adds up.
+        """
+        mine = buffer.clone()
+        arrivals = [torch.empty_like(buffer) for _ in self._peers]
+        finish: list[Callable[[], None]] = []
+
+        def post() -> None:
+            finish.append(
+                self._post(
+                    operation,
+                    sends=[(peer, mine) for peer in self._peers],
+                    receives=list(zip(self._peers, arrivals, strict=True)),
+                )
+            )
+
+        def add_up() -> None:
+            finish[0]()
+            if buffer.numel():
+                self._combine(arrivals, mine, buffer, op, average)
+
+        return FollowedWork([self._submit(operation, post, buffer.nbytes)], then=add_up)
 
     def _submit(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
         self._issued += 1
@@ -251,28 +282,29 @@ class GlooCommunicator:
         sent = received = 0
         for peer, tensor in receives:
             if tensor.numel():
-                with self._naming(operation, "from", peer):
+                with self._naming(operation, self._running, "from", peer):
                     work = dist.irecv(tensor, group=pg, group_src=peer, tag=self._tag(operation, tensor))
                 posted.append((peer, "from", work))
                 received += tensor.nbytes
         for peer, tensor in sends:
             if tensor.numel():
-                with self._naming(operation, "to", peer):
+                with self._naming(operation, self._running, "to", peer):
                     work = dist.isend(tensor, group=pg, group_dst=peer, tag=self._tag(operation, tensor))
                 posted.append((peer, "to", work))
                 sent += tensor.nbytes
         self.traffic.count(operation, sent=sent, received=received)
-        return lambda: self._finish(operation, posted)
+        number = self._running
+        return lambda: self._finish(operation, number, posted)
 
-    def _finish(self, operation: str, posted: Sequence[tuple[int, str, Any]]) -> None:
+    def _finish(self, operation: str, number: int, posted: Sequence[tuple[int, str, Any]]) -> None:
         deadline = time.monotonic() + self._group.timeout
         for peer, direction, work in posted:
-            with self._naming(operation, direction, peer):
+            with self._naming(operation, number, direction, peer):
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         self._thread.note_progress()
 
     @contextmanager
-    def _naming(self, operation: str, direction: str, peer: int) -> Iterator[None]:
+    def _naming(self, operation: str, number: int, direction: str, peer: int) -> Iterator[None]:
         """Gloo's errors say neither what was going on nor with whom."""
         started = time.monotonic()
         try:
@@ -285,7 +317,7 @@ class GlooCommunicator:
                 else f"failed after {took:.1f} s: {str(error).splitlines()[0]}; see why rank {peer} ended"
             )
             raise CommunicationError(
-                f"rank {self.rank}: {operation} (number {self._running} of communicator {self._group.number}) "
+                f"rank {self.rank}: {operation} (number {number} of communicator {self._group.number}) "
                 f"{direction} rank {peer} {what}, or raise Runtime(timeout=...)"
             ) from error
 

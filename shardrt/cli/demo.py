@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardrt.cli.progress import Reading, rank_progress, ranks_in_words
 from shardrt.demo.settings import RECIPES, DemoSettings
-from shardrt.launch import OnEvent, launch_ranks
+from shardrt.launch import launch_ranks
 
 if TYPE_CHECKING:
     from shardrt.demo.report import DemoReport
@@ -51,7 +51,8 @@ def demo(ctx: click.Context, /, patience: float, verbose: bool, as_json: bool, *
     check_settings(settings)
     read_corpus()  # a Python without sources is better noticed before ranks are started
     started = time.monotonic()
-    with _progress(settings, quiet=as_json or verbose) as on_event:
+    quiet = as_json or verbose
+    with rank_progress(ranks=settings.ranks, steps=2 * settings.steps, read=_reader(settings), quiet=quiet) as on_event:
         answers = launch_ranks(
             "shardrt.demo.worker",
             settings.to_json(),
@@ -68,33 +69,13 @@ def demo(ctx: click.Context, /, patience: float, verbose: bool, as_json: bool, *
     ctx.exit(0 if report.ranks_agree else 1)
 
 
-@contextmanager
-def _progress(settings: DemoSettings, *, quiet: bool) -> Iterator[OnEvent]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _reader(settings: DemoSettings) -> Reading:
+    before = {"sharded": 0, "unsharded": settings.steps}
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task(f"starting {_ranks(settings.ranks)}", total=2 * settings.steps, loss="")
-        done = {"sharded": 0, "unsharded": settings.steps}
+    def read(event: Any) -> tuple[str, int, str]:
+        return f"training {event['run']}", before[event["run"]] + event["step"], f"loss {event['loss']:.3f}"
 
-        def on_event(rank: int, event: Any) -> None:
-            if rank == 0:
-                bar.update(
-                    task,
-                    description=f"training {event['run']}",
-                    completed=done[event["run"]] + event["step"],
-                    loss=f"loss {event['loss']:.3f}",
-                )
-
-        yield on_event
+    return read
 
 
 def _show(report: DemoReport) -> None:
@@ -104,7 +85,7 @@ def _show(report: DemoReport) -> None:
     settings = report.settings
     table = Table(
         title=f"{report.answers[0]['parameters']:,} parameters, {settings.optimizer}, {settings.steps} steps on "
-        f"{_ranks(settings.ranks)}: {settings.partitioner}, {report.answers[0]['sharded']['backend']}, "
+        f"{ranks_in_words(settings.ranks)}: {settings.partitioner}, {report.answers[0]['sharded']['backend']}, "
         f"{settings.schedule}",
         title_justify="left",
     )
@@ -152,7 +133,3 @@ def _sentences(report: DemoReport) -> Iterator[str]:
     yield f"{same}, with {report.saving:.0%} less optimizer state on the fullest rank and {wire}."
     other = "flat" if report.settings.partitioner == "greedy" and report.settings.optimizer != "muon" else "greedy"
     yield f"Try next: shardrt demo --ranks 4 --partitioner {other}, or in your trainer: opt = rt.optimizer(...)"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"

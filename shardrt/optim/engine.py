@@ -119,11 +119,12 @@ class BucketEngine:
             told = self._tell_present(at_work, [int(slot.param.tensor.grad is not None) for slot in buffers.slots])
             return FollowedWork([told], then=partial(self._take_hooked, at_work, self._hooked))
         assert buffers.gradients is not None
-        present = collect_gradients(buffers, self._adopts, self._skipped)
+        # Small and first: where a backend lets it, it travels beside the reduction.
+        told = self._tell_present(at_work, collect_gradients(buffers, self._adopts, self._skipped))
         reducing = self._communicator.reduce_scatter(
             buffers.gradients, buffers.bucket.splits, output=buffers.reduced, average=self._gradients == "average"
         )
-        return FollowedWork([reducing, self._tell_present(at_work, present)])
+        return FollowedWork([reducing, told])
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()

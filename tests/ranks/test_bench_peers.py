@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,9 +13,8 @@ from click.testing import CliRunner
 from shardrt.bench.peers import CONTESTANTS, DDP, TORCH_ZERO, PeersReport, PeersSettings, combine
 from shardrt.cli.bench import _show_peers
 from shardrt.errors import ConfigError
-from tests.ranks.leftovers import MARK, new_mark, wait_for
+from tests.ranks.commands import answer_of
 
-ROOT = Path(__file__).parents[2]
 STEPS, ROUNDS, RANKS = 3, 3, 2
 LOOSE = 0.25
 """The counters are the machine's: other tests' traffic is counted as well, though not in all rounds alike."""
@@ -27,23 +22,10 @@ LOOSE = 0.25
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    mark = new_mark()
-    arguments = ("--ranks", str(RANKS), "--steps", str(STEPS), "--rounds", str(ROUNDS), "--size", "small", "--json")
-    done = subprocess.run(
-        [sys.executable, "-c", "from shardrt.cli import main; main(prog_name='shardrt')", "bench", "peers", *arguments],
-        # In the ranks too: importing torch's ZeRO warns, and only that may be silenced.
-        env=os.environ | {MARK: mark, "PYTHONWARNINGS": "error::DeprecationWarning"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert wait_for(mark, "", 0, seconds=5) == []
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    # In the ranks too: importing torch's ZeRO warns, and only that may be silenced.
+    strict = {"PYTHONWARNINGS": "error::DeprecationWarning"}
+    arguments = ("--ranks", str(RANKS), "--steps", str(STEPS), "--rounds", str(ROUNDS), "--size", "small")
+    return answer_of("bench", "peers", *arguments, environment=strict)
 
 
 @pytest.fixture(scope="module")
