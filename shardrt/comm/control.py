@@ -36,6 +36,7 @@ class LocalControl:
     rank = 0
     world_size = 1
     number = 0
+    failed = False
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """The value as the others would see it: through JSON and back."""
@@ -68,6 +69,7 @@ class StoreControl:
         self.number: int = store.add(f"shardrt/channels/{rank}", 1)
         self._prefix = f"shardrt/{self.number}"
         self._exchanges = 0
+        self.failed = False
         self._on_failure: Callable[[int, str], None] | None = None
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
@@ -86,6 +88,7 @@ class StoreControl:
 
     def report_failure(self, error: str) -> None:
         """Tell the others, who may be waiting for this rank, that it will not come."""
+        self.failed = True
         # Only the first failure is kept: what follows is usually its consequence.
         self._store.compare_set(f"{self._prefix}/failed", "", json.dumps({"rank": self.rank, "error": error}))
 

@@ -131,7 +131,8 @@ class OperationThread:
         if self._closed:
             return
         atexit.unregister(self._leave)
-        self._end(patience=0.0 if self._given_up or self._broken is not None else self._timeout)
+        hopeless = self._given_up or self._broken is not None or self._control.failed
+        self._end(patience=0.0 if hopeless else self._timeout)
 
     def _leave(self) -> None:
         self._end(patience=0.0)

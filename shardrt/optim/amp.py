@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from shardrt.optim.managed import ManagedOptimizer
 
 _METHOD = "_unscale_grads_"
+_TAUGHT = "_shardrt_taught"
 
 
 class ScaledOptimizer(ManagedOptimizer):
@@ -33,7 +34,7 @@ class ScaledOptimizer(ManagedOptimizer):
 def teach_grad_scaler() -> None:
     """Let torch's GradScaler ask our optimizers; doing it again changes nothing."""
     original = getattr(GradScaler, _METHOD)
-    if hasattr(original, "__wrapped__"):
+    if getattr(original, _TAUGHT, False):
         return
 
     @functools.wraps(original)
@@ -48,4 +49,5 @@ def teach_grad_scaler() -> None:
             return {found_inf.device: found_inf}
         return original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
 
+    setattr(unscale, _TAUGHT, True)
     setattr(GradScaler, _METHOD, unscale)

@@ -25,6 +25,7 @@ class BackwardWatch:
         self._missing: list[int] = []
         self._next = 0
         self._task: int | None = None
+        self._finished: int | None = None
         self.paused = False
         """While True (no_sync) gradients only accumulate."""
         self.synchronised: Callable[[], bool] | None = None
@@ -45,6 +46,16 @@ class BackwardWatch:
         """A gradient of a bucket has been accumulated."""
         if self.paused or (self.synchronised is not None and not self.synchronised()):
             return
+        self._begin_round()
+        self._missing[bucket] -= 1
+        self._hand_on()
+
+    def seen(self) -> None:
+        """A synchronised backward goes on, which is a round even if it brings none of these gradients to this rank."""
+        if not self.paused and torch._C._current_graph_task_id() != self._finished:
+            self._begin_round()
+
+    def _begin_round(self) -> None:
         # Each call of backward() has a number: a round that an exception ended is told from one that goes on.
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -54,8 +65,6 @@ class BackwardWatch:
             self._missing = list(self._sizes)
             self._next = 0
             call_after_backward(self._finish_round)
-        self._missing[bucket] -= 1
-        self._hand_on()
 
     def check_complete(self) -> None:
         """Raise if the last backward ended before all buckets were handed on: peers wait for the rest of them."""
@@ -75,7 +84,7 @@ class BackwardWatch:
     def _finish_round(self) -> None:
         self._missing = [0] * len(self._sizes)
         self._hand_on()
-        self._task = None
+        self._finished, self._task = self._task, None
         self.rounds += 1
         if self.afterwards is not None:
             # Who was called after backward may ask for another call: it comes after everybody else's first.

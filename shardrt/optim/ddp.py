@@ -54,8 +54,10 @@ def _handing_over(optimizers: Sequence[ManagedOptimizer], hook: OrderedHook | No
             if hook is not None:
                 call_after_backward(hook.raise_failure)
             for optimizer in optimizers:
-                # Those that listen to backward themselves step when they have heard its end.
-                if optimizer.step_after_backward and getattr(optimizer, "watch", None) is None:
+                watch = optimizer.watch if isinstance(optimizer, ShardedOptimizer) else None
+                if watch is not None:
+                    watch.seen()
+                elif optimizer.step_after_backward:  # those that listen to backward themselves step at its end
                     call_after_backward(_twice(optimizer.step))
         if hook is not None:
             return hook(bucket)

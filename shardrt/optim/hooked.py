@@ -112,7 +112,7 @@ class OrderedHook:
         self._queue.put(queued)
         if bucket.is_last():
             # DDP's own collectives come next (which parameters were used): not before all of the hook's have ended.
-            queued.done.wait()
+            self._calls.patiently(queued.done)
         return queued.promised
 
     def raise_failure(self) -> None:
@@ -145,7 +145,7 @@ class _HookCalls:
         return self._hook(self._state, bucket).then(lambda done: self._take(bucket, done.value()))
 
     def in_turn(self, queued: _Queued) -> None:
-        """To the end, in this thread. Ends, since the wait for the hook does.
+        """To the end, in this thread.
 
         An error goes to whoever waits for a gradient and to the peers. DDP gets its bucket back as it was: what it is
         told of an error it passes on as one of its own.
@@ -172,6 +172,11 @@ class _HookCalls:
     def _wait(self, future: BucketFuture) -> Any:
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
+        self.patiently(done)
+        return future.value()
+
+    def patiently(self, done: threading.Event) -> None:
+        """Wait, but not for ever, and not for a peer that has failed."""
         deadline = time.monotonic() + self._patience.timeout
         while not done.wait(_LOOK_FOR_FAILURES_SECONDS):
             self._patience.raise_if_peer_failed()
@@ -180,7 +185,6 @@ class _HookCalls:
                     f"rank {self._patience.rank}: the communication hook of DDP did not finish within "
                     f"{self._patience.timeout:g} s; a peer is stuck or gone, or raise Runtime(timeout=...)"
                 )
-        return future.value()
 
 
 def _explained(error: Exception, rank: int) -> CommunicationError:

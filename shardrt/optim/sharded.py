@@ -169,6 +169,9 @@ class ShardedOptimizer(ScaledOptimizer):
                 self._ready_engine.forget_reduction()  # the scaler is going to skip this step
             elif inverse_scale.item() != 1.0:
                 self._ready_engine.scale_local_gradients(inverse_scale)
+                if self._leaves_gradients:
+                    torch._foreach_mul_([t.grad for t in self._tensors if t.grad is not None], inverse_scale)
+                    self._left = None if self._left is None else self._gradient_versions()
         return True
 
     @property

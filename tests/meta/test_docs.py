@@ -196,7 +196,16 @@ def test_the_examples_of_a_module_run(ranks: RankPool, module: str, path: Path) 
     assert (examples > 0) == (">>> " in path.read_text(encoding="utf-8"))
 
 
-PUBLIC_MODULES = ["shardrt", "shardrt.plan", "shardrt.comm", "shardrt.testing", "shardrt.registry", "shardrt.optim"]
+PUBLIC_MODULES = [
+    "shardrt",
+    "shardrt.plan",
+    "shardrt.comm",
+    "shardrt.compat",
+    "shardrt.testing",
+    "shardrt.timeline",
+    "shardrt.registry",
+    "shardrt.optim",
+]
 
 
 @pytest.mark.parametrize("module", PUBLIC_MODULES)

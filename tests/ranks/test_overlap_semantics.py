@@ -152,7 +152,9 @@ def test_a_communication_hook_with_options_of_ddp(ranks: RankPool, options: dict
 def failing_hook(_, bucket):  # type: ignore[no-untyped-def]
     if torch.distributed.get_rank() == 1:
         raise ValueError("the hook of rank 1 is broken")
-    return default_hooks.allreduce_hook(torch.distributed.group.WORLD, bucket)  # type: ignore[arg-type]
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def train_with_failing_hook(schedule: str) -> None:
@@ -197,6 +199,45 @@ def thaw(schedule: str) -> list[float]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_freezing_and_thawing(ranks: RankPool, schedule: str) -> None:
     assert ranks.run(thaw, ranks=2, schedule=schedule) == [[0.0] * 8] * 2
+
+
+class Branches(torch.nn.Module):
+    """One of two branches, by what the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = torch.nn.Linear(7, 19), torch.nn.Linear(19, 3), torch.nn.Linear(19, 3)
+
+    def forward(self, x: torch.Tensor, right: bool) -> torch.Tensor:
+        return (self.right if right else self.left)(torch.tanh(self.trunk(x)))
+
+
+def branches(schedule: str) -> float:
+    """A rank may have nothing at all for an optimizer in one backward, and something in the next."""
+    ours, theirs = twins(Branches)
+    model, twin = (DistributedDataParallel(each, find_unused_parameters=True) for each in (ours, theirs))
+    with shardrt.Runtime(schedule=schedule, bucket_mb=0.0001, timeout=15) as rt:
+        mine = [
+            rt.optimizer(list(each.named_parameters()), torch.optim.AdamW, lr=1e-2)
+            for each in (ours.trunk, ours.left, ours.right)
+        ]
+        rt.attach(model, *mine)
+        plain = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (theirs.trunk, theirs.left, theirs.right)]
+        parts = 1 if schedule == "interleaved" else 2
+        for step in range(6):
+            for each, optimizers in ((model, mine), (twin, plain)):
+                for part in range(parts):
+                    right = (step + part * rt.rank) % 3 == 1
+                    each(batch(step * parts + part, rt.rank), right).pow(2).mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return largest_difference(ours.parameters(), theirs.parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_that_has_nothing_for_an_optimizer(ranks: RankPool, schedule: str) -> None:
+    assert all(difference <= TOLERANCE for difference in ranks.run(branches, ranks=2, schedule=schedule))
 
 
 def closures(schedule: str) -> float:
