@@ -75,7 +75,7 @@ class LoopCalls:
         self._check_open()
         return clip_by_norm(
             target,
-            self._living_optimizers(),
+            self.living_optimizers(),
             self.negotiate(()),
             device_type=self.device_type,
             max_norm=max_norm,
@@ -101,7 +101,7 @@ class LoopCalls:
         self._check_open()
         clip_by_value(
             target,
-            self._living_optimizers(),
+            self.living_optimizers(),
             self.negotiate(()),
             device_type=self.device_type,
             clip_value=clip_value,
@@ -183,10 +183,11 @@ class LoopCalls:
 
     def has_optimizers(self) -> bool:
         """Whether an optimizer of this runtime is in use."""
-        return bool(self._living_optimizers())
+        return bool(self.living_optimizers())
 
-    def _living_optimizers(self) -> list[ManagedOptimizer]:
+    def living_optimizers(self) -> list[ManagedOptimizer]:
+        """Those of this runtime that are in use, the oldest first."""
         return [made for made in (reference() for reference in self._optimizers) if made is not None]
 
     def _optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> list[ManagedOptimizer]:
-        return [optimizer for optimizer, _ in covering(target, self._living_optimizers())]
+        return [optimizer for optimizer, _ in covering(target, self.living_optimizers())]

@@ -216,7 +216,7 @@ class Runtime(LoopCalls):
         if self._closed:
             return
         self._closed = True
-        for optimizer in () if self._control.failed else self._living_optimizers():
+        for optimizer in () if self._control.failed else self.living_optimizers():
             with suppress(ShardrtError):  # it reaches whoever reads what could not be gathered
                 optimizer.finish()
         for communicator in self._opened:

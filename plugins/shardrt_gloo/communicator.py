@@ -58,14 +58,8 @@ class GlooCommunicator:
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._sums: dict[torch.dtype, torch.Tensor] = {}
-        self._thread = OperationThread(
-            name=f"shardrt-gloo-{group.number}",
-            rank=group.rank,
-            timeout=group.timeout,
-            control=group.control,
-            abort=self._close_connections,
-            timeline=group.timeline,
-        )
+        self._thread = self._make_thread()
+        self._second_thread: OperationThread | None = None
 
     def reduce_scatter(
         self,
@@ -127,8 +121,10 @@ class GlooCommunicator:
         return self._group.control.exchange(topic, value)
 
     def close(self) -> None:
-        """End the thread; the process group stays."""
+        """End the threads; the process group stays."""
         self._thread.close()
+        if self._second_thread is not None:
+            self._second_thread.close()
 
     def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
         if buffer.nbytes <= _SMALL_BYTES and buffer.dtype not in _HALF:
@@ -145,28 +141,44 @@ class GlooCommunicator:
     def _all_reduce_at_once(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
         """Everyone sends everything to everyone: one message time instead of two.
 
-        The thread only posts the messages and goes on, so that what is issued next does not wait for them; whoever
-        waits for the result adds up.
+        The thread only posts the messages and goes on, so that what is issued next does not wait for them. A second
+        thread sees them through, whether or not anybody waits for the result.
         """
         mine = buffer.clone()
         arrivals = [torch.empty_like(buffer) for _ in self._peers]
-        finish: list[Callable[[], None]] = []
+        finishing: list[Work] = []
 
         def post() -> None:
-            finish.append(
-                self._post(
-                    operation,
-                    sends=[(peer, mine) for peer in self._peers],
-                    receives=list(zip(self._peers, arrivals, strict=True)),
-                )
+            finish = self._post(
+                operation,
+                sends=[(peer, mine) for peer in self._peers],
+                receives=list(zip(self._peers, arrivals, strict=True)),
             )
 
-        def add_up() -> None:
-            finish[0]()
-            if buffer.numel():
-                self._combine(arrivals, mine, buffer, op, average)
+            def add_up() -> None:
+                finish()
+                if buffer.numel():
+                    self._combine(arrivals, mine, buffer, op, average)
 
-        return FollowedWork([self._submit(operation, post, buffer.nbytes)], then=add_up)
+            finishing.append(self._finisher().submit(operation, add_up))
+
+        posting = self._submit(operation, post, buffer.nbytes)
+        return FollowedWork([posting], then=lambda: finishing[0].wait())
+
+    def _finisher(self) -> OperationThread:
+        if self._second_thread is None:
+            self._second_thread = self._make_thread("-small")
+        return self._second_thread
+
+    def _make_thread(self, suffix: str = "") -> OperationThread:
+        return OperationThread(
+            name=f"shardrt-gloo-{self._group.number}{suffix}",
+            rank=self.rank,
+            timeout=self._group.timeout,
+            control=self._group.control,
+            abort=self._close_connections,
+            timeline=self._group.timeline,
+        )
 
     def _submit(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
         self._issued += 1

@@ -90,7 +90,7 @@ class _SteppedBucket:
         self._reduction = reduction
         self._iteration = iteration
         self._gather: Work | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._issued = threading.Event()
 
     def run(self) -> None:
@@ -100,7 +100,7 @@ class _SteppedBucket:
             if not self._iteration.failed:
                 self._engine.update([self._bucket])
                 self._gather = self._engine.gather(self._bucket)
-        except Exception as error:
+        except BaseException as error:  # whoever waits must hear of it, and the thread live on
             self._error = error
             self._iteration.failed = True
         finally:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from shardrt.errors import CommunicationError, ShardrtError
+from shardrt.errors import CommunicationError, PeerError, ShardrtError
 from shardrt.protocols import ControlChannel
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class OperationThread:
         self._progress = time.monotonic()
         self._closed = False
         self._given_up = False
+        self._given_up_for: PeerError | None = None
+        self._looked_for_cause = False
         self._abort = abort
         self._timeline = timeline
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -109,9 +111,15 @@ class OperationThread:
 
     def _wait_for(self, done: threading.Event, operation: str) -> None:
         started = time.monotonic()
+        if self._given_up_for is not None:
+            raise self._given_up_for  # the peer that failed is not coming back: do not look for it once per operation
         while not done.wait(_LOOK_FOR_FAILURES_SECONDS):
             self._given_up = True  # unless the operation is still worth waiting for after these two looks
-            self._control.raise_if_peer_failed()
+            try:
+                self._control.raise_if_peer_failed()
+            except PeerError as error:
+                self._given_up_for = error
+                raise
             if time.monotonic() - max(started, self._progress) > self._timeout + _GRACE_SECONDS:
                 raise CommunicationError(
                     f"rank {self._rank}: {operation} did not finish within {self._timeout:g} s; a peer is stuck or "
@@ -121,6 +129,9 @@ class OperationThread:
 
     def look_for_cause(self) -> None:
         """A connection that broke is often the consequence of a failure that its rank has reported: that is raised."""
+        if self._looked_for_cause:
+            return
+        self._looked_for_cause = True
         deadline = time.monotonic() + _LOOK_FOR_FAILURES_SECONDS
         while time.monotonic() < deadline:
             self._control.raise_if_peer_failed()

@@ -72,8 +72,9 @@ class BackwardWatch:
             handed_on, self._task = self._next, None
             raise OptimizerError(
                 f"the last backward ended early, with {handed_on} of {len(self._sizes)} buckets reduced, so ranks no "
-                "longer agree on what comes next; an error inside backward cannot be passed over under this schedule: "
-                "end the run, or use schedule='sync'"
+                "longer agree on what comes next; an error inside backward cannot be passed over under this schedule, "
+                "and a backward inside backward (torch.utils.checkpoint with use_reentrant=True) ends nothing: end the "
+                "run, checkpoint with use_reentrant=False, or use schedule='sync'"
             )
 
     def _hand_on(self) -> None:

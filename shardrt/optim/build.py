@@ -66,6 +66,7 @@ def build_optimizer(
     with runtime.agreeing("optimizer built"):
         if runtime.world_size == 1:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
+        _retire_others(runtime, named)
         communicator, gather_communicator = _communicators(runtime, dtypes)
         made = ShardedOptimizer(
             runtime,
@@ -80,6 +81,16 @@ def build_optimizer(
         )
     _settle_initial_values(runtime, made, named, initial)
     return made
+
+
+def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
+    """Two that listen to the same backward would both reduce it, on some ranks only if the collector is done with the
+    older one on the others."""
+    if isinstance(runtime.schedule, OverlappingSchedule):
+        tensors = {param.tensor for param in params}
+        for other in runtime.living_optimizers():
+            if isinstance(other, ShardedOptimizer) and tensors & other.trained():
+                other.retire()
 
 
 def _communicators(runtime: Runtime, dtypes: set[str]) -> tuple[Communicator, Communicator | None]:

@@ -104,7 +104,7 @@ def _check_same_everywhere(communicator: Communicator, device_type: str, numbers
 def covering(
     target: object, optimizers: Sequence[ManagedOptimizer]
 ) -> list[tuple[ManagedOptimizer, set[torch.Tensor] | None]]:
-    """The optimizers that train a module's parameters, each with those of them that no other one has before it.
+    """The optimizers that train a module's parameters, each with those of them that no newer one has.
 
     For an optimizer: that one, with all that it trains.
     """
@@ -114,11 +114,11 @@ def covering(
         raise ConfigError(f"expected a module or an optimizer of this runtime, got a {type(target).__name__}")
     left: set[torch.Tensor] = set(target.parameters())
     found: list[tuple[ManagedOptimizer, set[torch.Tensor] | None]] = []
-    for optimizer in optimizers:
+    for optimizer in reversed(optimizers):
         wanted = left & optimizer.trained()
         left -= wanted
         if wanted:
-            found.append((optimizer, wanted))
+            found.insert(0, (optimizer, wanted))
     for name, param in target.named_parameters():
         if param.grad is not None and param in left:
             raise OptimizerError(

@@ -78,7 +78,8 @@ class BucketEngine:
                     rank=communicator.rank,
                     holds_gradients=gradients != "reduced" and hooked is None,
                     holds_reduced=gradients != "reduced",
-                )
+                ),
+                keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
             )
             for bucket in plan.buckets
         ]
@@ -98,16 +99,27 @@ class BucketEngine:
     def reduce(self, bucket: int) -> Work:
         """Start reducing a bucket's gradients onto their owners."""
         at_work = self._buckets[bucket]
-        if at_work.reduction is not None and at_work.gradients_changed():
+        reduction = at_work.reduction
+        if reduction is None:
+            with self._noting(bucket):
+                reduction = at_work.reduction = self._start_reduction(at_work)
+            at_work.note_gradients()
+        else:
+            self._refuse_changed(at_work)
+        return reduction
+
+    def check_gradients(self) -> None:
+        """Raise if gradients were changed since backward, where nobody is going to ask for their reduction again."""
+        for bucket in self._buckets:
+            if bucket.noted:
+                self._refuse_changed(bucket)
+
+    def _refuse_changed(self, at_work: BucketAtWork) -> None:
+        if at_work.gradients_changed():
             raise OptimizerError(
                 "gradients were changed or accumulated after their reduction had started; clip with "
                 "rt.clip_grad_norm_, between the last backward and step(), or use schedule='sync'"
             )
-        if at_work.reduction is None:
-            with self._noting(bucket):
-                at_work.reduction = self._start_reduction(at_work)
-            at_work.note_gradients()
-        return at_work.reduction
 
     def _start_reduction(self, at_work: BucketAtWork) -> Work:
         buffers = at_work.buffers
@@ -143,8 +155,9 @@ class BucketEngine:
     def renew(self, bucket: int) -> None:
         """Another backward has added to the bucket: let the reduction of the one before end, and forget it."""
         at_work = self._buckets[bucket]
-        if at_work.reduction is not None:
-            at_work.reduction.wait()
+        reduction = at_work.reduction
+        if reduction is not None:
+            reduction.wait()
             at_work.reduction = None
 
     def reduced_gradients(self, wanted: set[torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -169,6 +182,7 @@ class BucketEngine:
         """Give owned shards their reduced gradients, or None where no rank had one."""
         for bucket in self._chosen(buckets):
             found = bucket.present.tolist()
+            bucket.absent = [not there for there in found[:-MARKS]]
             if self._settings is not None:
                 self._settings.compare(found[-MARKS:])
             if self._gradients == "reduced":
@@ -203,13 +217,15 @@ class BucketEngine:
         return self._timeline.noting(bucket=buckets if isinstance(buckets, int) else buckets[0])
 
     def forget_reduction(self) -> None:
-        """The next step reduces anew."""
-        for bucket in self._buckets:
-            bucket.reduction = None
+        """The next step reduces anew, once what is under way has ended: it shares the buffers."""
+        for bucket in range(self.bucket_count):
+            self.renew(bucket)
 
     def gather(self, bucket: int) -> Work:
         """Start spreading a bucket's parameters from their owners to everyone."""
         buffers = self._buckets[bucket].buffers
+        # Bytes that arrive change parameters as an optimizer's step does: autograd must know.
+        torch.autograd.graph.increment_version([slot.param.tensor for slot in buffers.slots])
         with self._noting(bucket):
             gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
         return FollowedWork([gathering], then=buffers.store_staged) if buffers.staged else gathering
@@ -235,6 +251,8 @@ class BucketEngine:
         """Nothing of this step is needed any more, unless readers are to wait for it."""
         if self._hooked is not None:
             self._hooked.forget()
+        for bucket in self._buckets:
+            bucket.noted = False
         if not may_be_read_later():
             self.finish_reads()
 
@@ -248,6 +266,15 @@ class BucketEngine:
         self.finish_reads()
         for bucket in range(self.bucket_count):
             self.renew(bucket)
+
+    def idle(self) -> set[torch.Tensor]:
+        """Parameters for which no rank had a gradient in the last step."""
+        return {
+            slot.param.tensor
+            for bucket in self._buckets
+            for slot, absent in zip(bucket.buffers.slots, bucket.absent, strict=False)
+            if absent
+        }
 
     def skip(self, tensors: Collection[torch.Tensor]) -> None:
         """Take these for parameters without a gradient, until told otherwise."""

@@ -40,25 +40,48 @@ class BucketAtWork:
     reduction: Work | None = None
     outdated: bool = False
     """Gradients have come in since the reduction was started."""
+    noted: bool = False
+    """Whether this step's gradients have been noted."""
     version: int = -1
+    keeps_gradients: bool = True
+    """Whether ``p.grad`` is nobody else's to change: DDP writes to gradients when backward has ended."""
+    held: list[tuple[torch.Tensor | None, int]] = attrs.field(factory=list)
+    absent: list[bool] = attrs.field(factory=list)
+    """For each slot, whether no rank had a gradient in the last step."""
     present: torch.Tensor = attrs.field(init=False)
     """For each slot, whether this rank (after the reduction: any rank) has a gradient, see Note [Missing gradients];
     then the marks of the settings it is to be stepped with, see :mod:`shardrt.optim.settings`."""
 
     def note_gradients(self) -> None:
         """Remember what the reduction was started with. Views share the counter of the buffer they are of, so one
-        number tells whether anybody has written to any gradient since."""
+        number tells whether anybody has written to any gradient since; what is not such a view has its own."""
         self.outdated = False
+        self.noted = True
         self.version = -1 if self.buffers.gradients is None else self.buffers.gradients._version
+        if self.keeps_gradients:
+            self.held = [_held(slot) for slot in self.buffers.slots]
 
     def gradients_changed(self) -> bool:
-        """Whether any gradient has changed since the reduction was started."""
+        """Whether any gradient has changed since the reduction was started, or was replaced."""
         now = -1 if self.buffers.gradients is None else self.buffers.gradients._version
-        return self.outdated or now != self.version
+        if self.outdated or now != self.version:
+            return True
+        if not self.keeps_gradients:
+            return False
+        pairs = zip(self.held, self.buffers.slots, strict=True)
+        return any(
+            gradient is not slot.param.tensor.grad or version != _held(slot)[1] for (gradient, version), slot in pairs
+        )
 
     @present.default
     def _no_gradients_yet(self) -> torch.Tensor:
         return torch.zeros(len(self.buffers.slots) + MARKS, dtype=torch.int8, device=self.buffers.params.device)
+
+
+def _held(slot: Slot) -> tuple[torch.Tensor | None, int]:
+    """What ``p.grad`` is, and its count of changes where that is not the bucket's."""
+    gradient = slot.param.tensor.grad
+    return gradient, -1 if gradient is None or gradient is slot.gradient else gradient._version
 
 
 def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[torch.Tensor]) -> list[int]:
@@ -127,8 +150,9 @@ def wait_for_reduction(bucket: BucketAtWork) -> Callable[[torch.Tensor], None]:
     """Before a gradient is added to: the bytes it lies in may still be on their way from an earlier backward."""
 
     def hook(_: torch.Tensor) -> None:
-        if bucket.reduction is not None:
-            bucket.reduction.wait()
+        reduction = bucket.reduction  # another thread may take it away
+        if reduction is not None:
+            reduction.wait()
 
     return hook
 

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from shardrt.errors import ConfigError, UnsupportedError
-from shardrt.plan import ITEM_SIZES, ParamSpec
+from shardrt.plan import ITEM_SIZES, ParamSpec, Shard
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -180,3 +180,15 @@ def _check_tensor(name: str | None, tensor: torch.Tensor) -> None:
 
 def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
+
+
+def parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
+    """The object the local optimizer holds. Its data is put in place when the buckets are laid out."""
+    tensor = param.tensor.detach()
+    whole = shard.numel == tensor.numel()
+    stepped = torch.nn.Parameter(
+        tensor if whole else tensor.reshape(-1)[shard.start : shard.stop], requires_grad=param.tensor.requires_grad
+    )
+    # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
+    vars(stepped).update(vars(param.tensor))
+    return stepped

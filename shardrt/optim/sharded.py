@@ -19,7 +19,7 @@ from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
-from shardrt.optim.params import NamedGroup, NamedParam, check_no_aliases, read_groups
+from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
@@ -54,6 +54,8 @@ class ShardedOptimizer(ScaledOptimizer):
         self._gather_communicator = gather_communicator
         teach_grad_scaler()
         self._leaves_gradients = False
+        self._retired = False
+        self._taken: list[dict[str, Any]] | None = None
         self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
         self._hooked: HookResults | None = None
         self._left: list[tuple[int, int]] | None = None
@@ -91,8 +93,7 @@ class ShardedOptimizer(ScaledOptimizer):
                 loss = closure()
         started = time.perf_counter()
         with self._runtime.telling_peers(), torch.no_grad():
-            if self.watch is not None:
-                self.watch.check_complete()
+            self._check_ready()
             self._notice_changes()
             if self._steps == 0 and self.updates_early:  # see Note [The first step is late]
                 for bucket in range(self._ready_engine.bucket_count):
@@ -105,10 +106,28 @@ class ShardedOptimizer(ScaledOptimizer):
             self._local.give_options(self.param_groups)
             if self.watch is not None:
                 self.watch.rounds = 0
+            self._taken = None
         if self._spans is not None:
             self._spans.step(started, self._steps)
         self._finished(started)
         return loss
+
+    def _check_ready(self) -> None:
+        if self._retired:
+            raise OptimizerError(
+                "another optimizer has been made for parameters of this one, and has taken over listening to backward; "
+                "step that one, or use schedule='sync', under which several may share parameters"
+            )
+        if self.watch is not None:
+            self.watch.check_complete()
+        if self.updates_early:
+            self._ready_engine.check_gradients()
+            if self._taken is not None and options_of(self._taken) != options_of(self.param_groups):
+                raise OptimizerError(
+                    f"options of a parameter group (the learning rate, say) were changed between backward and step(), "
+                    f"but schedule {self._schedule.name!r} updates during backward; change them before backward or "
+                    "after step(), or use schedule='bucket' or 'priority'"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and a reduction of them that clipping has made."""
@@ -121,6 +140,7 @@ class ShardedOptimizer(ScaledOptimizer):
         if self._engine is None:  # the base class sets itself up
             super().add_param_group(param_group)
             return
+        self._refuse_inside_a_step("add_param_group")
         with self._runtime.agreeing("add_param_group") as fields:
             [group] = read_groups([param_group], first_group=len(self.param_groups), taken=self._params.values())
             check_no_aliases([*self._params.values(), *group.params])
@@ -195,6 +215,7 @@ class ShardedOptimizer(ScaledOptimizer):
         With ``hooked``, a communication hook reduces them. Where nothing is updated before ``step`` they are then
         simply found in ``p.grad``, where users may still change them.
         """
+        self._refuse_inside_a_step("attach")
         self._leaves_gradients = True
         if self.watch is not None:
             # Weak: DDP holds the hooks that hold us, in memory that Python's collector cannot see into.
@@ -205,6 +226,18 @@ class ShardedOptimizer(ScaledOptimizer):
         elif hooked is not None:
             self._hooked = hooked
         self._build_engine()
+
+    def _refuse_inside_a_step(self, what: str) -> None:
+        if self.watch is not None and self.watch.rounds:
+            raise OptimizerError(
+                f"{what} between backward and step(): the buckets of this step are under way; call it after step()"
+            )
+
+    def retire(self) -> None:
+        """Stop listening to backward: another optimizer has been made for these parameters."""
+        self._ready_engine.remove_hooks()
+        self._ready_engine.settle()
+        self._retired = True
 
     def finish(self) -> None:
         """Wait for gathers that were left to whoever reads the parameters."""
@@ -240,7 +273,7 @@ class ShardedOptimizer(ScaledOptimizer):
         for param in group.params:
             for shard in self.plan.partition.by_param[param.name]:
                 if shard.rank == self._communicator.rank:
-                    owned = OwnedShard(shard=shard, stepped=_parameter_for(param, shard))
+                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard))
                     self._owned[shard] = owned
                     found.append(owned.stepped)
         return found
@@ -290,10 +323,13 @@ class ShardedOptimizer(ScaledOptimizer):
         if self._schedule.updates_early and self.watch.rounds:
             raise OptimizerError(
                 f"a second backward before step(): schedule {self._schedule.name!r} has updated the parameters with "
-                "the first already; accumulate inside rt.no_sync(opt), or use schedule='bucket' or 'priority'"
+                "the first already; accumulate inside rt.no_sync(opt), checkpoint with use_reentrant=False, or use "
+                "schedule='bucket' or 'priority'"
             )
         with self._runtime.telling_peers(), torch.no_grad():
             if bucket == 0:
+                if self._schedule.updates_early:
+                    self._taken = [{key: group[key] for key in group if key != "params"} for group in self.param_groups]
                 self._ready_engine.finish_reads()
                 self._ready_engine.follow_moved_parameters()
             self._ready_engine.renew(bucket)
@@ -316,7 +352,8 @@ class ShardedOptimizer(ScaledOptimizer):
 
     def _update_shards(self, owned: Sequence[OwnedShard] | None) -> None:
         started = time.perf_counter()
-        self._local.take_options(self.param_groups)
+        # Inside backward: the options that backward began with, for every bucket alike.
+        self._local.take_options(self.param_groups if self._taken is None else self._taken)
         self._local.step(None if owned is None else {one.stepped for one in owned})
         if self._spans is not None:
             self._spans.update(started)
@@ -352,8 +389,16 @@ class ShardedOptimizer(ScaledOptimizer):
             self._checked_gradients = True
 
     def _follow_freezing(self) -> bool:
-        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here.
-        trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
+        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here, until no
+        # rank has one any more, which all ranks know from the last step.
+        if self.gradients == "reduced":
+            trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
+        else:
+            idle = self._ready_engine.idle()
+            trained = [
+                tensor.requires_grad or (was and tensor not in idle)
+                for tensor, was in zip(self._tensors, self._trained, strict=True)
+            ]
         if trained == self._trained:
             return False
         # Parameters were frozen or thawed: owners stay, the buckets change.
@@ -382,18 +427,6 @@ class ShardedOptimizer(ScaledOptimizer):
 # Note [The first step is late]: whether a loop clips, scales its loss or accumulates without no_sync is seen only when
 # it does so, after its first backward. A schedule that updates inside backward would have changed parameters by then.
 # So in the first iteration it only reduces there, and a loop it cannot serve is refused with nothing changed.
-
-
-def _parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
-    """The object the local optimizer holds. Its data is put in place when the buckets are laid out."""
-    tensor = param.tensor.detach()
-    whole = shard.numel == tensor.numel()
-    stepped = torch.nn.Parameter(
-        tensor if whole else tensor.reshape(-1)[shard.start : shard.stop], requires_grad=param.tensor.requires_grad
-    )
-    # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
-    vars(stepped).update(vars(param.tensor))
-    return stepped
 
 
 def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
