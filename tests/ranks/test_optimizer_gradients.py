@@ -172,10 +172,6 @@ def refused(what: str) -> None:
         if what == "backward after clipping":
             rt.clip_grad_norm_(opt, 1.0)
             module(torch.tensor([1, 2])).sum().backward()
-        if what == "scaler":
-            scaler = torch.amp.GradScaler("cpu")
-            scaler.scale(module(torch.tensor([1])).sum()).backward()
-            scaler.step(opt)
         opt.step()
 
 
@@ -190,7 +186,6 @@ def refused(what: str) -> None:
         ("meta", "UnsupportedError", "parameter 'weight' is on the meta device"),
         ("dtype changed", "OptimizerError", "was torch.float32 [5, 3] on cpu when the optimizer was built"),
         ("backward after clipping", "OptimizerError", "gradients were changed or accumulated after their reduction"),
-        ("scaler", "OptimizerError", "GradScaler cannot drive a sharded optimizer"),
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(ranks: RankPool, what: str, kind: str, text: str) -> None:
