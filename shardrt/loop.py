@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardrt.errors import ConfigError
 from shardrt.handshake import Field
 from shardrt.optim.clip import clip_by_norm, clip_by_value, covering
 from shardrt.optim.ddp import CommHook, bucket_hook
@@ -16,6 +17,8 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
 from shardrt.protocols import Communicator
+
+_ATTACHED = "_shardrt_attached"
 
 
 class LoopCalls:
@@ -132,10 +135,19 @@ class LoopCalls:
             >>> torch.distributed.destroy_process_group()
         """
         self._check_open()
-        with self.agreeing("attach"):
+        with self.agreeing("attach") as fields:
+            name = None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+            fields["hook"] = Field(value=name, fix="attach with the same hook on every rank")
             check_uses(self.schedule, uses, self.world_size)
+            if hook is None and state is not None:
+                raise ConfigError(f"attach got state={state!r} and no hook to use it; pass hook=... too")
+            if getattr(ddp, _ATTACHED, False):
+                raise ConfigError(
+                    "this module is attached already; attach all its optimizers in one call: rt.attach(ddp, a, b)"
+                )
             made = bucket_hook(ddp, optimizers, self, hook=hook, state=state)
             ddp.register_comm_hook(None, made)
+            setattr(ddp, _ATTACHED, True)
 
     def finish(self, target: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Wait until the parameters have their new values everywhere.

@@ -236,6 +236,9 @@ class Runtime(LoopCalls):
         if error is not None:
             self.report_failure(error)
         self.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, ShardrtError) and self.world_size > 1:
+            # torch's own collectives (DDP's) know that a connection broke; the rank that broke it has said why.
+            self._control.raise_if_peer_failed()
 
     def agreeing(self, topic: str) -> AbstractContextManager[dict[str, Field]]:
         """A block in which this rank prepares something that all ranks must do alike; see :mod:`shardrt.handshake`."""

@@ -119,6 +119,11 @@ def covering(
         left -= wanted
         if wanted:
             found.insert(0, (optimizer, wanted))
+    if not found and any(True for _ in target.parameters()):
+        raise ConfigError(
+            "no optimizer of this runtime trains any parameter of this module; pass the module that is trained (not a "
+            "copy of it), or the optimizer"
+        )
     for name, param in target.named_parameters():
         if param.grad is not None and param in left:
             raise OptimizerError(

@@ -118,7 +118,8 @@ class BucketEngine:
         if at_work.gradients_changed():
             raise OptimizerError(
                 "gradients were changed or accumulated after their reduction had started; clip with "
-                "rt.clip_grad_norm_, between the last backward and step(), or use schedule='sync'"
+                "rt.clip_grad_norm_, between the last backward and step(), or use schedule='sync'; a "
+                "DistributedDataParallel module, which changes them itself, is to be attached: rt.attach(ddp, opt)"
             )
 
     def _start_reduction(self, at_work: BucketAtWork) -> Work:

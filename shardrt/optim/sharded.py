@@ -55,6 +55,7 @@ class ShardedOptimizer(ScaledOptimizer):
         teach_grad_scaler()
         self._leaves_gradients = False
         self._retired = False
+        self._frozen: list[str] = []
         self._taken: list[dict[str, Any]] | None = None
         self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
         self._hooked: HookResults | None = None
@@ -305,15 +306,19 @@ class ShardedOptimizer(ScaledOptimizer):
         self._runtime.plan_built(self.plan)
 
     def _settings(self) -> dict[str, Any]:
-        return {"steps taken": self._steps, "group options": options_of(self.param_groups)}
+        return {
+            "steps taken": self._steps,
+            "group options": options_of(self.param_groups),
+            "parameters that are frozen": self._frozen,
+        }
 
     def _explain_different_settings(self) -> None:
         with self._runtime.agreeing("settings of a step") as fields:
             for name, value in self._settings().items():
                 fields[name] = Field(
                     value=value,
-                    fix="let every rank step as often as the others, with the same options; feed schedulers with "
-                    "values that all ranks share, such as an average of the losses",
+                    fix="let every rank step as often as the others, with the same options and the same parameters "
+                    "frozen; feed schedulers with values that all ranks share, such as an average of the losses",
                 )
         raise HandshakeError("ranks stepped with different settings, which are equal again")
 
@@ -330,6 +335,7 @@ class ShardedOptimizer(ScaledOptimizer):
             if bucket == 0:
                 if self._schedule.updates_early:
                     self._taken = [{key: group[key] for key in group if key != "params"} for group in self.param_groups]
+                self._note_frozen()
                 self._ready_engine.finish_reads()
                 self._ready_engine.follow_moved_parameters()
             self._ready_engine.renew(bucket)
@@ -369,6 +375,7 @@ class ShardedOptimizer(ScaledOptimizer):
             self.state[whole if whole is not None and whole.shape == stepped.shape else stepped] = state
 
     def _notice_changes(self) -> None:
+        self._note_frozen()
         self._ready_engine.finish_reads()
         if self._left is not None and self._left != self._gradient_versions():
             raise OptimizerError(
@@ -387,6 +394,9 @@ class ShardedOptimizer(ScaledOptimizer):
                 "has, pass gradients='average'",
             )
             self._checked_gradients = True
+
+    def _note_frozen(self) -> None:
+        self._frozen = [name for name, param in self._params.items() if not param.tensor.requires_grad]
 
     def _follow_freezing(self) -> bool:
         # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here, until no

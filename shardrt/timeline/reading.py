@@ -122,6 +122,8 @@ def _files(paths: Sequence[str | Path]) -> list[Path]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise _refused(path, "it is not a regular file")
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise _refused(path, f"it has {size:,} bytes, more than the {MOST_BYTES:,} that are read")

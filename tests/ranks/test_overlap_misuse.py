@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import shardrt
 from shardrt.testing import RankPool
@@ -168,3 +169,49 @@ def fails_while_the_other_clips() -> str:
 
 def test_a_small_collective_hears_of_a_failed_peer(ranks: RankPool) -> None:
     assert ranks.run(fails_while_the_other_clips, ranks=2) == ["heard of it", "failed"]
+
+
+def one_rank_differs(what: str) -> None:
+    inner = Deep()
+    model = torch.nn.parallel.DistributedDataParallel(inner)
+    with shardrt.Runtime(schedule="bucket", bucket_mb=0.003, timeout=15) as rt:
+        opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+        if what == "hook" and rt.rank == 1:
+            rt.attach(model, opt, hook=default_hooks.fp16_compress_hook)
+        else:
+            rt.attach(model, opt)
+        for step in range(3):
+            if what == "freeze" and rt.rank == 1 and step == 1:
+                inner.layers[0].weight.requires_grad_(False)
+            if what == "raise" and rt.rank == 1 and step == 1:
+                raise ValueError("bad batch")
+            model(batch(step, rt.rank)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("hook", "ranks disagree at 'attach' on hook"),
+        ("freeze", "parameters that are frozen"),
+        # DDP's own collective waits for a worker that lives on after its error, so this takes its time.
+        pytest.param("raise", "bad batch", marks=pytest.mark.long),
+    ],
+)
+def test_one_rank_goes_another_way(ranks: RankPool, what: str, text: str) -> None:
+    for outcome in ranks.outcomes(one_rank_differs, ranks=2, what=what):
+        assert text in outcome.error_message, outcome
+
+
+def test_calls_on_the_wrong_things_say_so() -> None:
+    model = torch.nn.Linear(2, 2)
+    with shardrt.Runtime(schedule="priority") as rt:
+        opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(shardrt.errors.ConfigError, match="no optimizer of this runtime trains any parameter"):
+            rt.clip_grad_norm_(torch.nn.Linear(2, 2), 1.0)
+        with pytest.raises(shardrt.errors.ConfigError, match="state=1 and no hook"):
+            rt.attach(torch.nn.Module(), opt, state=1)  # type: ignore[arg-type]
+        with pytest.raises(shardrt.errors.ConfigError, match=r"unknown use 'cliping'.*did you mean 'clipping'"):
+            rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1, uses=["cliping"])

@@ -171,3 +171,9 @@ def test_whatever_is_in_a_file_is_read_or_refused(tmp_path_factory: Any, place: 
     except ConfigError:
         return
     json.dumps([found.host, dict(found.about), [dict(one.details) for one in found.spans]], allow_nan=False)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "timeline-rank0.json")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_timelines([tmp_path / "timeline-rank0.json"])
