@@ -160,7 +160,8 @@ class GlooCommunicator:
                 if buffer.numel():
                     self._combine(arrivals, mine, buffer, op, average)
 
-            finishing.append(self._finisher().submit(operation, add_up))
+            described = f"{operation} (number {self._running} of communicator {self._group.number})"
+            finishing.append(self._finisher().submit(described, add_up, bytes=buffer.nbytes))
 
         posting = self._submit(operation, post, buffer.nbytes)
         return FollowedWork([posting], then=lambda: finishing[0].wait())
