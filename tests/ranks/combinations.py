@@ -107,8 +107,8 @@ def _backwards(
     rt: shardrt.Runtime, model: Any, opt: Any, step: int, features: Collection[str], scaler: torch.amp.GradScaler
 ) -> None:
     parts = 2 if {"accumulation", "no_sync"} & set(features) else 1
-    if "static_graph" in features and "accumulation" not in features and step == 0:
-        parts = 1
+    if {"static_graph", "no_sync"} <= set(features) and step == 0:
+        parts = 1  # see below
     for part in range(parts):
         waiting: Any = contextlib.nullcontext()
         # A static graph is learned in the first iteration, which DDP wants to be a synchronised one.
