@@ -31,7 +31,7 @@ class PrioritySchedule:
     """
 
     name = "priority"
-    bucket_mb: float | None = 8.0
+    bucket_mb: float | None = 12.0
     gathers_apart = False
     updates_early = False
 
