@@ -90,3 +90,19 @@ class OptimizerError(ShardrtError):
 
 class SparseGradientError(OptimizerError):
     """A parameter received a sparse gradient; flat buffers hold dense ones only."""
+
+
+class StateError(ShardrtError, ValueError):
+    """A state dict that does not fit what it is loaded into, or holds what cannot be stored."""
+
+
+class CheckpointError(ShardrtError):
+    """A checkpoint could not be written, or what was found is not one: names the file and what is wrong with it."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's bytes are not those that were written: names the file and the tensor."""
+
+
+class NoCheckpointError(CheckpointError, LookupError):
+    """There is no complete checkpoint where one was asked for."""

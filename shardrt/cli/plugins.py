@@ -15,7 +15,7 @@ from shardrt.registry.probing import probe
 from shardrt.registry.records import Record
 from shardrt.registry.registry import Entry
 
-KINDS = ("partitioners", "backends", "schedules", "state_formats")
+KINDS = ("partitioners", "backends", "schedules", "state_formats", "places", "join_policies")
 
 
 @click.command()

@@ -10,7 +10,15 @@ import pluggy
 
 from shardrt.errors import PluginConflictError, PluginLoadError, RecordTypeError
 from shardrt.registry.discovery import Origin
-from shardrt.registry.records import BackendRecord, PartitionerRecord, Record, ScheduleRecord, StateFormatRecord
+from shardrt.registry.records import (
+    BackendRecord,
+    JoinPolicyRecord,
+    PartitionerRecord,
+    PlaceRecord,
+    Record,
+    ScheduleRecord,
+    StateFormatRecord,
+)
 
 RECORD_TYPES = MappingProxyType(
     {
@@ -18,6 +26,8 @@ RECORD_TYPES = MappingProxyType(
         "shardrt_backends": BackendRecord,
         "shardrt_schedules": ScheduleRecord,
         "shardrt_state_formats": StateFormatRecord,
+        "shardrt_places": PlaceRecord,
+        "shardrt_join_policies": JoinPolicyRecord,
     }
 )
 """The registration hooks, in the order in which they are called, and what each must yield."""
@@ -28,6 +38,8 @@ KINDS = MappingProxyType(
         BackendRecord: "backend",
         ScheduleRecord: "schedule",
         StateFormatRecord: "state format",
+        PlaceRecord: "place",
+        JoinPolicyRecord: "join policy",
     }
 )
 

@@ -12,14 +12,21 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
-from shardrt.registry.records import BackendRecord, PartitionerRecord, ScheduleRecord, StateFormatRecord
+from shardrt.registry.records import (
+    BackendRecord,
+    JoinPolicyRecord,
+    PartitionerRecord,
+    PlaceRecord,
+    ScheduleRecord,
+    StateFormatRecord,
+)
 
 if TYPE_CHECKING:
     from shardrt.plan.plan import Plan
     from shardrt.runtime import Runtime
 
 PROJECT = "shardrt"
-HOOK_VERSION = (1, 0)
+HOOK_VERSION = (1, 1)
 """Major and minor version of everything in this file. A plugin says which it was made for with a module attribute
 ``SHARDRT_HOOK_VERSION = "1.0"``: the major must be ours and the minor not newer. Without the attribute it is 1.0."""
 
@@ -87,6 +94,39 @@ def shardrt_state_formats() -> Iterable[StateFormatRecord]:
         ...         yield shardrt.StateFormatRecord(name="mine", summary="my files", factory=object)
         >>> shardrt.load_registry(plugins=[Plugin()]).state_formats.get("mine").summary
         'my files'
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def shardrt_places() -> Iterable[PlaceRecord]:
+    """Offer places for checkpoints: local disks, network file systems, stores. Called once while a runtime is built.
+    Since 1.1.
+
+    Example:
+        >>> import shardrt
+        >>> class Plugin:
+        ...     @shardrt.hookimpl
+        ...     def shardrt_places(self):
+        ...         yield shardrt.PlaceRecord(name="mine", summary="my disks", factory=object)
+        >>> shardrt.load_registry(plugins=[Plugin()]).places.get("mine").summary
+        'my disks'
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def shardrt_join_policies() -> Iterable[JoinPolicyRecord]:
+    """Offer ways to go on when ranks run out of inputs. Called once while a runtime is built. Since 1.1.
+
+    Example:
+        >>> import shardrt
+        >>> class Plugin:
+        ...     @shardrt.hookimpl
+        ...     def shardrt_join_policies(self):
+        ...         yield shardrt.JoinPolicyRecord(name="mine", summary="my average", factory=object)
+        >>> shardrt.load_registry(plugins=[Plugin()]).join_policies.get("mine").summary
+        'my average'
     """
     raise NotImplementedError
 

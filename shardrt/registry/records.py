@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from shardrt.protocols import Availability, Communicator, Partitioner, Schedule, StateFormat
+from shardrt.protocols import Availability, Communicator, JoinPolicy, Partitioner, Place, Schedule, StateFormat
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*\Z")
 
@@ -115,3 +115,29 @@ class StateFormatRecord(Record):
     """
 
     factory: Callable[..., StateFormat] = attrs.field(validator=attrs.validators.is_callable())
+
+
+@attrs.frozen(kw_only=True)
+class PlaceRecord(Record):
+    """A kind of place for checkpoints. ``factory(root, **options)`` makes one for a directory or an address.
+
+    Example:
+        >>> from shardrt import PlaceRecord
+        >>> PlaceRecord(name="files", summary="file systems", factory=object).name
+        'files'
+    """
+
+    factory: Callable[..., Place] = attrs.field(validator=attrs.validators.is_callable())
+
+
+@attrs.frozen(kw_only=True)
+class JoinPolicyRecord(Record):
+    """A way to go on when ranks run out of inputs one after the other. ``factory(**options)`` makes it.
+
+    Example:
+        >>> from shardrt import JoinPolicyRecord
+        >>> JoinPolicyRecord(name="active", summary="average over those with inputs", factory=object).name
+        'active'
+    """
+
+    factory: Callable[..., JoinPolicy] = attrs.field(validator=attrs.validators.is_callable())

@@ -13,7 +13,15 @@ from shardrt.registry.checking import HOOK_ARGUMENTS
 from shardrt.registry.collecting import KINDS, RECORD_TYPES
 from shardrt.registry.discovery import IN_PROCESS
 from shardrt.registry.problems import PluginInfo, failure_of, unknown_name
-from shardrt.registry.records import BackendRecord, PartitionerRecord, Record, ScheduleRecord, StateFormatRecord
+from shardrt.registry.records import (
+    BackendRecord,
+    JoinPolicyRecord,
+    PartitionerRecord,
+    PlaceRecord,
+    Record,
+    ScheduleRecord,
+    StateFormatRecord,
+)
 
 R = TypeVar("R", bound=Record)
 ANY_DEVICE = "*"
@@ -51,7 +59,7 @@ class _Collection(Generic[R]):
 
 
 class NamedCollection(_Collection[R]):
-    """Partitioners, schedules or state formats: looked up by name.
+    """Partitioners, schedules and the other kinds that are looked up by name.
 
     Example:
         >>> import shardrt
@@ -126,6 +134,8 @@ class Registry:
         self.backends = BackendCollection(BackendRecord, plugins)
         self.schedules = NamedCollection(ScheduleRecord, plugins)
         self.state_formats = NamedCollection(StateFormatRecord, plugins)
+        self.places = NamedCollection(PlaceRecord, plugins)
+        self.join_policies = NamedCollection(JoinPolicyRecord, plugins)
         self._manager = manager
         self._traced = traced
         self._lifecycle: Mapping[str, tuple[Callable[..., object], ...]] = MappingProxyType(

@@ -131,7 +131,14 @@ def test_registration_hooks_are_called_once_in_the_order_of_the_specifications()
     recorder = Recorder()
     shardrt.load_registry([recorder])
     assert recorder.calls == [name for name in HOOKS if name in RECORD_TYPES]
-    assert recorder.calls == ["shardrt_partitioners", "shardrt_backends", "shardrt_schedules", "shardrt_state_formats"]
+    assert recorder.calls == [
+        "shardrt_partitioners",
+        "shardrt_backends",
+        "shardrt_schedules",
+        "shardrt_state_formats",
+        "shardrt_places",
+        "shardrt_join_policies",
+    ]
 
 
 def test_a_runtime_calls_hooks_in_the_order_of_the_diagram() -> None:

@@ -55,9 +55,10 @@ def make_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSit
 
 def offering(kind: str, name: str, **fields: str) -> str:
     """The source of a plugin with one record; ``kind`` is like ``backend`` or ``state_format``."""
-    record = {"state_format": "StateFormat"}.get(kind, kind.capitalize())
+    record = "".join(word.capitalize() for word in kind.split("_"))
+    plural = {"join_policy": "join_policies"}.get(kind, f"{kind}s")
     more = "".join(f", {field}={value}" for field, value in fields.items())
     return (
-        f"@shardrt.hookimpl\ndef shardrt_{kind}s():\n"
+        f"@shardrt.hookimpl\ndef shardrt_{plural}():\n"
         f"    yield shardrt.{record}Record(name={name!r}, summary='the {name} {kind}', factory=object{more})\n"
     )

@@ -41,7 +41,7 @@ def test_json_is_one_document_and_nothing_else(site: FakeSite) -> None:
     assert result.exit_code == 0
     document = json.loads(result.stdout)
     assert document["shardrt"] == shardrt.__version__
-    assert document["hook_version"] == "1.0"
+    assert document["hook_version"] == "1.1"
     assert document["partitioners"] == document["state_formats"] == []
     assert [(one["name"], one["device_type"], one["available"], one["reason"]) for one in document["backends"]] == [
         ("odd", "cpu", False, "its probe raised IndexError: list index out of range"),

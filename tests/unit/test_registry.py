@@ -41,7 +41,15 @@ class Watcher:
 
 
 def test_each_kind_is_found_and_knows_where_it_comes_from(site: FakeSite) -> None:
-    for kind in ("partitioner", "backend", "schedule", "state_format"):
+    kinds = (
+        "partitioner",
+        "backend",
+        "schedule",
+        "state_format",
+        "place",
+        "join_policy",
+    )  # shardrt_places, shardrt_join_policies
+    for kind in kinds:
         site.install(f"shardrt-{kind}", {f"a_{kind}": offering(kind, "mine")}, version="2.5")
     registry = shardrt.load_registry()
     found = {
@@ -49,10 +57,10 @@ def test_each_kind_is_found_and_knows_where_it_comes_from(site: FakeSite) -> Non
         "backend": registry.backends.get("cpu", "mine"),
         "schedule": registry.schedules.get("mine"),
         "state_format": registry.state_formats.get("mine"),
+        "place": registry.places.get("mine"),
+        "join_policy": registry.join_policies.get("mine"),
     }
-    assert {kind: record.summary for kind, record in found.items()} == {
-        kind: f"the mine {kind}" for kind in ("partitioner", "backend", "schedule", "state_format")
-    }
+    assert {kind: record.summary for kind, record in found.items()} == {kind: f"the mine {kind}" for kind in kinds}
     (entry,) = registry.schedules
     assert (entry.record, entry.plugin, entry.distribution, entry.version) == (
         found["schedule"],
@@ -61,9 +69,7 @@ def test_each_kind_is_found_and_knows_where_it_comes_from(site: FakeSite) -> Non
         "2.5",
     )
     assert len(registry.backends) == 1
-    assert registry.versions() == {
-        f"a_{kind}": f"shardrt-{kind} 2.5" for kind in ("backend", "partitioner", "schedule", "state_format")
-    }
+    assert registry.versions() == {f"a_{kind}": f"shardrt-{kind} 2.5" for kind in kinds}
 
 
 def test_a_backend_for_any_device_is_the_second_choice(site: FakeSite) -> None:

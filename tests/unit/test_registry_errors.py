@@ -58,7 +58,13 @@ def test_a_backend_of_another_device(site: FakeSite) -> None:
 
 @pytest.mark.parametrize(
     ("collection", "kind"),
-    [("partitioners", "partitioner"), ("schedules", "schedule"), ("state_formats", "state format")],
+    [
+        ("partitioners", "partitioner"),
+        ("schedules", "schedule"),
+        ("state_formats", "state format"),
+        ("places", "place"),
+        ("join_policies", "join policy"),
+    ],
 )
 def test_unknown_name_of_each_kind(site: FakeSite, collection: str, kind: str) -> None:
     with pytest.raises(UnknownPluginError) as caught:
@@ -199,9 +205,9 @@ FAULTS: dict[str, tuple[str, type[PluginError], str]] = {
         "@shardrt.hookimpl\ndef shardrt_backend(): ...",
         HookSignatureError,
         " implements an unknown hook 'shardrt_backend'; hooks: shardrt_backends, shardrt_checkpoint_committed, "
-        "shardrt_partitioners, shardrt_plan_built, shardrt_rank_failed, shardrt_schedules, shardrt_state_formats, "
-        "shardrt_step_finished; did you mean 'shardrt_backends'? rename it, mark it "
-        "@shardrt.hookimpl(optionalhook=True) if it is of a newer version, or ",
+        "shardrt_join_policies, shardrt_partitioners, shardrt_places, shardrt_plan_built, shardrt_rank_failed, "
+        "shardrt_schedules, shardrt_state_formats, shardrt_step_finished; did you mean 'shardrt_backends'? "
+        "rename it, mark it @shardrt.hookimpl(optionalhook=True) if it is of a newer version, or ",
     ),
     "wrapper": (
         "@shardrt.hookimpl(wrapper=True)\ndef shardrt_backends():\n    return (yield)",
@@ -212,25 +218,25 @@ FAULTS: dict[str, tuple[str, type[PluginError], str]] = {
     "newer major": (
         "SHARDRT_HOOK_VERSION = '2.0'\n@shardrt.hookimpl\ndef shardrt_new(): ...",
         HookVersionError,
-        " was made for hook version 2.0, and this shardrt speaks hook version 1.0; "
+        " was made for hook version 2.0, and this shardrt speaks hook version 1.1; "
         "upgrade shardrt (pip install --upgrade shardrt), or install an older version of the plugin",
     ),
     "newer minor": (
         "SHARDRT_HOOK_VERSION = '1.7'",
         HookVersionError,
-        " was made for hook version 1.7, and this shardrt speaks hook version 1.0; "
+        " was made for hook version 1.7, and this shardrt speaks hook version 1.1; "
         "upgrade shardrt (pip install --upgrade shardrt), or install an older version of the plugin",
     ),
     "older major": (
         "SHARDRT_HOOK_VERSION = '0.9'",
         HookVersionError,
-        " was made for hook version 0.9, and this shardrt speaks hook version 1.0; ",
+        " was made for hook version 0.9, and this shardrt speaks hook version 1.1; ",
     ),
     "malformed version": (
         "SHARDRT_HOOK_VERSION = 1.0",
         HookVersionError,
         " has SHARDRT_HOOK_VERSION = 1.0, which is no version; "
-        'write it as text like "1.0", the version of the hooks it was made for, or ',
+        'write it as text like "1.1", the version of the hooks it was made for, or ',
     ),
     "hook raises": (
         "@shardrt.hookimpl\ndef shardrt_backends():\n    raise KeyError('device')",
@@ -374,9 +380,9 @@ GIVEN_REMEDY = "correct the object handed over as plugin"
             UnknownHook(),
             HookSignatureError,
             "plugin 'UnknownHook' (in process) implements an unknown hook 'shardrt_step_finish'; hooks: "
-            "shardrt_backends, shardrt_checkpoint_committed, shardrt_partitioners, shardrt_plan_built, "
-            "shardrt_rank_failed, shardrt_schedules, shardrt_state_formats, shardrt_step_finished; "
-            "did you mean 'shardrt_step_finished'? rename it, mark it @shardrt.hookimpl(optionalhook=True) "
+            "shardrt_backends, shardrt_checkpoint_committed, shardrt_join_policies, shardrt_partitioners, "
+            "shardrt_places, shardrt_plan_built, shardrt_rank_failed, shardrt_schedules, shardrt_state_formats, "
+            "shardrt_step_finished; did you mean 'shardrt_step_finished'? rename it, mark it @shardrt.hookimpl(optionalhook=True) "
             f"if it is of a newer version, or {GIVEN_REMEDY}",
         ),
         (
@@ -389,7 +395,7 @@ GIVEN_REMEDY = "correct the object handed over as plugin"
             OtherVersion(),
             HookVersionError,
             "plugin 'OtherVersion' (in process) was made for hook version 2.0, and this shardrt speaks hook version "
-            "1.0; upgrade shardrt (pip install --upgrade shardrt), or install an older version of the plugin",
+            "1.1; upgrade shardrt (pip install --upgrade shardrt), or install an older version of the plugin",
         ),
         (
             Raising(),
