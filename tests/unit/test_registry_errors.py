@@ -382,8 +382,8 @@ GIVEN_REMEDY = "correct the object handed over as plugin"
             "plugin 'UnknownHook' (in process) implements an unknown hook 'shardrt_step_finish'; hooks: "
             "shardrt_backends, shardrt_checkpoint_committed, shardrt_join_policies, shardrt_partitioners, "
             "shardrt_places, shardrt_plan_built, shardrt_rank_failed, shardrt_schedules, shardrt_state_formats, "
-            "shardrt_step_finished; did you mean 'shardrt_step_finished'? rename it, mark it @shardrt.hookimpl(optionalhook=True) "
-            f"if it is of a newer version, or {GIVEN_REMEDY}",
+            "shardrt_step_finished; did you mean 'shardrt_step_finished'? rename it, mark it "
+            f"@shardrt.hookimpl(optionalhook=True) if it is of a newer version, or {GIVEN_REMEDY}",
         ),
         (
             WrongRecord(),
