@@ -13,7 +13,7 @@ from shardrt.comm.availability import choose_backend, require_available
 from shardrt.comm.membership import Membership, check_group_fits
 from shardrt.config import Choice
 from shardrt.errors import ConfigError, PluginError
-from shardrt.protocols import Communicator, Group, Partitioner, Schedule
+from shardrt.protocols import Communicator, Group, Partitioner, Place, Schedule, StateFormat
 from shardrt.registry import BackendRecord, Registry
 
 
@@ -34,6 +34,9 @@ class Chosen:
     partitioner: Partitioner
     schedule: Schedule
     backend: ChosenBackend
+    state_format: StateFormat
+    make_place: Callable[[str], Place]
+    """A place for checkpoints at a path or an address."""
     described: Mapping[str, Any]
 
     @property
@@ -58,6 +61,8 @@ def choose(
     partitioner: Any,
     backend: Any,
     schedule: Any,
+    state_format: Any,
+    place: Any,
     device_type: str,
 ) -> Chosen:
     """Look everything up, and refuse what cannot run here."""
@@ -67,10 +72,14 @@ def choose(
         partitioner=_make("partitioner", partitioner, registry.partitioners.get, Partitioner),
         schedule=_make("schedule", schedule, registry.schedules.get, Schedule),
         backend=chosen,
+        state_format=_make("state_format", state_format, registry.state_formats.get, StateFormat),
+        make_place=choose_place(registry, place),
         described={
             "partitioner": _described(partitioner),
             "schedule": _described(schedule),
             "backend": {**_described(backend), "chosen": chosen.name},
+            "state_format": _described(state_format),
+            "place": _described(place),
         },
     )
 
@@ -104,6 +113,25 @@ def _make(kind: str, given: Any, find: Callable[[str], Any], protocol: type) -> 
             f"{_members(protocol)}; upgrade or report the plugin"
         )
     return made
+
+
+def choose_place(registry: Registry, given: Any = "files") -> Callable[[str], Place]:
+    """What makes places of the chosen kind: by name, by name with options, or a function of the path.
+
+    Example:
+        >>> import shardrt
+        >>> from shardrt.choosing import choose_place
+        >>> choose_place(shardrt.load_registry())("memory://checkpoints").list()
+        []
+    """
+    if callable(given):
+        make: Callable[[str], Place] = given
+        return make
+    if not isinstance(given, (str, Mapping, Choice)):
+        raise ConfigError(f"place={given!r} is neither a name nor a function that makes a place from a path")
+    choice = Choice.parse("place", given)
+    record = registry.places.get(choice.name)
+    return lambda root: call_factory("place", choice, record.factory, root)
 
 
 def call_factory(kind: str, choice: Choice, factory: Callable[..., Any], *arguments: Any) -> Any:

@@ -88,6 +88,14 @@ def _schedule(value: str | Mapping[str, Any] | Choice) -> Choice:
     return Choice.parse("schedule", value)
 
 
+def _state_format(value: str | Mapping[str, Any] | Choice) -> Choice:
+    return Choice.parse("state_format", value)
+
+
+def _place(value: str | Mapping[str, Any] | Choice) -> Choice:
+    return Choice.parse("place", value)
+
+
 def _is_text_or_none(_: Any, field: attrs.Attribute[Any], value: object) -> None:
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise ConfigError(
@@ -127,12 +135,15 @@ class RuntimeConfig:
         Traceback (most recent call last):
         ...
         shardrt.errors.ConfigError: unknown key 'partitoner' in the configuration; \
-known: backend, bucket_mb, device, partitioner, schedule, timeline, timeout; did you mean 'partitioner'?
+known: backend, bucket_mb, device, partitioner, place, schedule, state_format, timeline, timeout; \
+did you mean 'partitioner'?
     """
 
     partitioner: Choice = attrs.field(default=Choice(name="greedy"), converter=_partitioner)
     backend: Choice = attrs.field(default=Choice(name="auto"), converter=_backend)
     schedule: Choice = attrs.field(default=Choice(name="sync"), converter=_schedule)
+    state_format: Choice = attrs.field(default=Choice(name="safetensors"), converter=_state_format)
+    place: Choice = attrs.field(default=Choice(name="files"), converter=_place)
     device: str | None = attrs.field(default=None, validator=_is_text_or_none)
     """A torch device; None is the accelerator, or the CPU where there is none."""
     bucket_mb: float | None = attrs.field(default=None, validator=_is_positive)
@@ -188,6 +199,8 @@ known: backend, bucket_mb, device, partitioner, schedule, timeline, timeout; did
             "partitioner": self.partitioner.to_json(),
             "backend": self.backend.to_json(),
             "schedule": self.schedule.to_json(),
+            "state_format": self.state_format.to_json(),
+            "place": self.place.to_json(),
             "device": self.device,
             # 60 and 60.0 are one timeout, and must be one text.
             "bucket_mb": None if self.bucket_mb is None else float(self.bucket_mb),

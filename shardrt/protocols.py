@@ -368,8 +368,15 @@ class ControlChannel(Protocol):
     failed: bool
     """Whether this rank has reported a failure: nobody counts on it any more."""
 
-    def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
-        """Every rank's value, in rank order; an error naming the ranks that did not arrive in time."""
+    def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
+        """Every rank's value, in rank order; an error naming the ranks that did not arrive in time.
+
+        With ``to_all=False`` only the first rank gets the values, and the others None for each.
+        """
+        ...
+
+    def another(self) -> ControlChannel:
+        """A channel for a conversation of its own, beside this one. Every rank opens it at the same point."""
         ...
 
     def on_failure(self, callback: Callable[[int, str], None]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import shardrt
+from shardrt.checkpoint.saving import Saver
 from shardrt.choosing import Chosen, choose
 from shardrt.comm.membership import default_device_type, find_membership, start_group
 from shardrt.comm.negotiate import negotiate
@@ -21,6 +22,7 @@ from shardrt.comm.traffic import Traffic
 from shardrt.config import RuntimeConfig
 from shardrt.errors import ConfigError, PeerError, ShardrtError
 from shardrt.handshake import Field, agreement, digest
+from shardrt.keeping import KeepingCalls
 from shardrt.log import rank_logger
 from shardrt.loop import LoopCalls
 from shardrt.optim.build import build_optimizer
@@ -29,22 +31,25 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
+from shardrt.state.kinds import StateKind
+from shardrt.state_calls import StateCalls
 from shardrt.timeline.recording import Recording, timeline_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Runtime(LoopCalls):
+class Runtime(LoopCalls, StateCalls, KeepingCalls):
     """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
 
     ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.
     ``process_group`` is a torch process group to work on; without one the default group is used, or one is started
     from torchrun's variables, or this process works alone. ``device`` is where parameters live (by default the
     accelerator, else the CPU), ``bucket_mb`` how many megabytes travel together (by default what the schedule works
-    best with), ``timeout`` the seconds that any wait for another rank may take, and ``plugins`` objects with hook
-    implementations for this runtime alone. ``timeline`` is a directory to which each rank writes what it did when
-    (``shardrt trace`` reads it); where it is None, the variable ``SHARDRT_TIMELINE`` may name one.
+    best with), ``state_format`` and ``place`` how and where checkpoints are kept, ``timeout`` the seconds that any wait
+    for another rank may take, and ``plugins`` objects with hook implementations for this runtime alone. ``timeline``
+    is a directory to which each rank writes what it did when (``shardrt trace`` reads it); where it is None, the
+    variable ``SHARDRT_TIMELINE`` may name one.
 
     Example:
         >>> import shardrt, torch
@@ -63,6 +68,8 @@ class Runtime(LoopCalls):
         partitioner: Any = "greedy",
         backend: Any = "auto",
         schedule: Any = "sync",
+        state_format: Any = "safetensors",
+        place: Any = "files",
         process_group: Any = None,
         device: str | torch.device | None = None,
         bucket_mb: float | None = None,
@@ -74,6 +81,9 @@ class Runtime(LoopCalls):
         self._owns_group = False
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._plans: list[Plan] = []
+        self._kinds: weakref.WeakKeyDictionary[Any, StateKind] = weakref.WeakKeyDictionary()
+        self._saver: Saver | None = None
+        self._versions = {"shardrt": shardrt.__version__, "torch": str(torch.__version__)}
         self._membership = find_membership(process_group, timeout=_seconds(timeout))
         self.rank = self._membership.rank
         self.world_size = self._membership.world_size
@@ -91,6 +101,8 @@ class Runtime(LoopCalls):
                 partitioner=partitioner,
                 backend=backend,
                 schedule=schedule,
+                state_format=state_format,
+                place=place,
                 device_type=self.device_type,
             )
             limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline)
@@ -131,6 +143,8 @@ class Runtime(LoopCalls):
             "partitioner": parsed.partitioner,
             "backend": parsed.backend,
             "schedule": parsed.schedule,
+            "state_format": parsed.state_format,
+            "place": parsed.place,
             "device": parsed.device,
             "bucket_mb": parsed.bucket_mb,
             "timeout": parsed.timeout,
@@ -216,6 +230,7 @@ class Runtime(LoopCalls):
         if self._closed:
             return
         self._closed = True
+        self.finish_saving(0.0 if self._control.failed else self.timeout)
         for optimizer in () if self._control.failed else self.living_optimizers():
             with suppress(ShardrtError):  # it reaches whoever reads what could not be gathered
                 optimizer.finish()
@@ -312,6 +327,8 @@ class Runtime(LoopCalls):
             "partitioner": (self._chosen.described["partitioner"], same_call),
             "backend": (self._chosen.described["backend"], same_call),
             "schedule": (self._chosen.described["schedule"], same_call),
+            "state format": (self._chosen.described["state_format"], same_call),
+            "place": (self._chosen.described["place"], same_call),
             "device type": (self.device_type, same_call),
             "bucket_mb": (limits.bucket_mb, same_call),
             "timeout": (limits.timeout, same_call),

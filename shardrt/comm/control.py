@@ -38,10 +38,14 @@ class LocalControl:
     number = 0
     failed = False
 
-    def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
+    def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """The value as the others would see it: through JSON and back."""
-        del topic, timeout
+        del topic, timeout, to_all
         return [json.loads(json.dumps(value))]
+
+    def another(self) -> LocalControl:
+        """A channel for a conversation of its own."""
+        return LocalControl()
 
     def on_failure(self, callback: Callable[[int, str], None]) -> None:
         """Nobody else can fail."""
@@ -59,7 +63,11 @@ class LocalControl:
 class StoreControl:
     """The channel of a process group, over its store."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, timeout: float, parent: StoreControl | None = None
+    ) -> None:
+        """Failures that are reported on the ``parent`` end waits on this channel too."""
+        self._parent = parent
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
@@ -72,13 +80,17 @@ class StoreControl:
         self.failed = False
         self._on_failure: Callable[[int, str], None] | None = None
 
-    def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
+    def another(self) -> StoreControl:
+        """A channel for a conversation of its own, beside this one. Every rank opens it at the same point."""
+        return StoreControl(self._store, rank=self.rank, world_size=self.world_size, timeout=self.timeout, parent=self)
+
+    def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """Every rank's value, in rank order; see :class:`shardrt.protocols.ControlChannel`."""
         self._exchanges += 1
         own_key = self._key(self.rank)
         self._store.set(own_key, json.dumps({"topic": topic, "world_size": self.world_size, "value": value}))
         limit = self.timeout if timeout is None else timeout
-        collected = self._collect(limit) if self.rank == 0 else self._read_collected(limit)
+        collected = self._collect(limit, to_all) if self.rank == 0 else self._read_collected(limit)
         self._store.delete_key(own_key)
         if "missing" in collected:
             self._raise_missing(topic, collected["missing"], limit)
@@ -94,6 +106,8 @@ class StoreControl:
 
     def raise_if_peer_failed(self) -> None:
         """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
+        if self._parent is not None:
+            self._parent.raise_if_peer_failed()
         key = f"{self._prefix}/failed"
         try:
             if not self._store.check([key]):
@@ -118,7 +132,7 @@ class StoreControl:
     def _key(self, who: int | str, exchange: int | None = None) -> str:
         return f"{self._prefix}/{self._exchanges if exchange is None else exchange}/{who}"
 
-    def _collect(self, limit: float) -> dict[str, Any]:
+    def _collect(self, limit: float, to_all: bool) -> dict[str, Any]:
         keys = [self._key(rank) for rank in range(self.world_size)]
         collected: dict[str, Any]
         if self._wait_for(keys, limit):
@@ -126,7 +140,10 @@ class StoreControl:
             self._store.delete_key(self._key("all", self._exchanges - 1))
         else:
             collected = {"missing": [rank for rank, key in enumerate(keys) if not self._store.check([key])]}
-        self._store.set(self._key("all"), json.dumps(collected))
+        told = collected
+        if not to_all and "messages" in collected:
+            told = {"messages": [{**message, "value": None} for message in collected["messages"]]}
+        self._store.set(self._key("all"), json.dumps(told))
         return collected
 
     def _read_collected(self, limit: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from shardrt.optim.local import step_without_global_hooks
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, read_groups
 from shardrt.optim.planner import Planner
-from shardrt.plan import Plan
+from shardrt.plan import Plan, Shard
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -63,10 +63,13 @@ class LoneOptimizer(ManagedOptimizer):
         self._params += group.params
         self._runtime.plan_built(self.plan)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the inner optimizer does it; its groups and state are new objects afterwards."""
-        self._inner.load_state_dict(state_dict)
-        self._share()
+    def named(self) -> dict[str, torch.Tensor]:
+        """The parameters by their names, in order."""
+        return {param.name: param.tensor for param in self._params}
+
+    def owned(self) -> list[tuple[Shard, torch.Tensor]]:
+        """All parameters, whole."""
+        return [(Shard(param.name, 0, param.tensor.numel(), 0), param.tensor) for param in self._params]
 
     def reduced_gradients(self, wanted: set[torch.Tensor] | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """There is one rank: its gradients are the whole."""

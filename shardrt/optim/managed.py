@@ -10,7 +10,8 @@ import torch
 
 from shardrt.errors import UnsupportedError
 from shardrt.optim.planner import Planner
-from shardrt.plan import Plan
+from shardrt.optim.reach import Reach
+from shardrt.plan import Plan, Shard
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -40,6 +41,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._planner = planner
         self._steps = 0
+        self._steps_before = 0
         self._observers: tuple[Callable[..., object], ...] = runtime.registry.lifecycle("shardrt_step_finished")
 
     def _finished(self, started: float) -> None:
@@ -47,11 +49,66 @@ class ManagedOptimizer(torch.optim.Optimizer):
         if self._observers:
             seconds = time.perf_counter() - started
             for observe in self._observers:
-                observe(runtime=self._runtime, step=self._steps, seconds=seconds)
+                observe(runtime=self._runtime, step=self.steps_taken, seconds=seconds)
+
+    @property
+    def steps_taken(self) -> int:
+        """Updates made, those before the state was loaded included."""
+        return self._steps_before + self._steps
+
+    @steps_taken.setter
+    def steps_taken(self, count: int) -> None:
+        self._steps_before = count - self._steps
 
     def _local_optimizer(self) -> torch.optim.Optimizer:
         """The user's class at work on this rank."""
         raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the form that :meth:`shardrt.Runtime.state_dict_type` has set: by default the whole of it, in
+        torch's own format, which every rank must ask for alike."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        made = self._runtime.state_dict(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, made)
+            made = made if changed is None else changed
+        return made
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state in any of these forms; the one that is handed over is left as it is."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._runtime.load_state_dict(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The whole parameters by their names, in order."""
+        raise NotImplementedError
+
+    def owned(self) -> list[tuple[Shard, torch.Tensor]]:
+        """This rank's shards, each with the tensor that the user's class steps."""
+        raise NotImplementedError
+
+    def local_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """What the user's class keeps, by the tensors it steps."""
+        return self._local_optimizer().state
+
+    def replace_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Let the user's class go on from this state."""
+        kept = self._local_optimizer().state
+        kept.clear()
+        kept.update(state)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the update of an element looks at that element alone."""
+        return self._planner.reach is Reach.ELEMENT
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise if an update is under way, whose state nobody could tell."""
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank keeps."""

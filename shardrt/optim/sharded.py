@@ -244,17 +244,23 @@ class ShardedOptimizer(ScaledOptimizer):
         """Wait for gathers that were left to whoever reads the parameters."""
         self._ready_engine.finish_reads()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Refused: what torch's format has no place for would silently be left out."""
-        raise UnsupportedError(
-            "a sharded optimizer has no state dict yet: this rank alone holds a part of the state, and saving that "
-            "part as the whole would lose the rest; train on one rank to save, or keep the state in memory"
-        )
+    def named(self) -> dict[str, torch.Tensor]:
+        """The whole parameters by their names, in order."""
+        return {name: param.tensor for name, param in self._params.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refused, as :meth:`state_dict` is."""
-        del state_dict
-        raise UnsupportedError("a sharded optimizer cannot load a state dict yet; load it on one rank")
+    def owned(self) -> list[tuple[Shard, torch.Tensor]]:
+        """This rank's shards, each with the tensor that the user's class steps."""
+        return [(shard, owned.stepped) for shard, owned in self._owned.items()]
+
+    def replace_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Let the user's class go on from this state."""
+        super().replace_state(state)
+        self.state.clear()
+        self._show_state()
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise if an update is under way, whose state nobody could tell."""
+        self._refuse_inside_a_step(what)
 
     def broadcast_parameters(self, source: int) -> None:
         """Give every rank the values of one."""

@@ -34,7 +34,7 @@ LAYERS = (
     ("state",),
     ("checkpoint",),
     ("interchange",),
-    ("loop",),
+    ("loop", "state_calls", "keeping"),
     ("runtime",),
     ("compat",),
     ("hearing", "torchrun"),

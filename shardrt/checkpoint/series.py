@@ -1,0 +1,163 @@
+"""The checkpoints of a run under one root: which are complete, which is the latest, what may be removed.
+
+Note [Commit]: a checkpoint is a directory of files. Ranks write theirs and make them durable; then the first rank
+publishes the manifest, which is one atomic step on every place: with it the checkpoint exists, and without it the
+directory is a leftover that nobody reads. After that the pointer is moved to it, and only then are older ones removed,
+the manifest first, so that a checkpoint half removed is a leftover too. Whenever a rank is lost, the pointer leads to
+a complete checkpoint: the one before, or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from typing import Any
+
+import attrs
+
+from shardrt.checkpoint.manifest import Manifest, seal, unseal
+from shardrt.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from shardrt.protocols import Place
+
+MANIFEST = "manifest.json"
+POINTER = "latest.json"
+_WRITER = "writing.json"
+_NAME = re.compile(r"save-(\d{6,})-step-(\d{6,})\Z")
+_ABANDONED_SECONDS = 3600.0
+"""After this long, a leftover whose writer cannot be asked (it is on another host) is nobody's any more."""
+
+
+@attrs.frozen(order=True)
+class SaveName:
+    """A checkpoint's directory: the how many-th of its root, and the updates made by then.
+
+    Example:
+        >>> from shardrt.checkpoint.series import SaveName
+        >>> str(SaveName(2, 150)), SaveName.parse("save-000002-step-000150/"), SaveName.parse("other")
+        ('save-000002-step-000150', SaveName(number=2, step=150), None)
+    """
+
+    number: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"save-{self.number:06d}-step-{self.step:06d}"
+
+    @classmethod
+    def parse(cls, text: str) -> SaveName | None:
+        """The name, or None for a directory of another kind."""
+        found = _NAME.match(text.rstrip("/"))
+        return None if found is None else cls(int(found[1]), int(found[2]))
+
+
+class Series:
+    """The checkpoints under the root of a place."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def names(self) -> list[SaveName]:
+        """All directories of checkpoints, complete or not, in the order in which they were saved."""
+        found = [SaveName.parse(name) for name in self.place.list() if name.endswith("/")]
+        return sorted(name for name in found if name is not None)
+
+    def is_complete(self, name: SaveName) -> bool:
+        """Whether a checkpoint was committed."""
+        return MANIFEST in self.place.list(str(name))
+
+    def committed(self) -> list[SaveName]:
+        """The complete ones, in order."""
+        return [name for name in self.names() if self.is_complete(name)]
+
+    def begin(self, step: int) -> SaveName:
+        """A name for a new checkpoint, after removing what interrupted saves have left."""
+        names = self.names()
+        for name in names:
+            if not self.is_complete(name) and self._is_abandoned(name):
+                self.place.remove(str(name))
+        name = SaveName(max((name.number for name in names), default=0) + 1, step)
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        self.place.publish(f"{name}/{_WRITER}", json.dumps(writer).encode())
+        return name
+
+    def commit(self, name: SaveName, manifest: Manifest) -> None:
+        """Let a checkpoint exist; see Note [Commit]."""
+        self.place.publish(f"{name}/{MANIFEST}", manifest.to_bytes())
+
+    def point_to(self, name: SaveName) -> None:
+        """Make it the latest."""
+        self.place.publish(POINTER, seal({"latest": str(name)}))
+        self.place.remove(f"{name}/{_WRITER}")
+
+    def abandon(self, name: SaveName) -> None:
+        """Remove one that could not be completed."""
+        if not self.is_complete(name):
+            self.place.remove(str(name))
+
+    def keep_last(self, count: int) -> list[SaveName]:
+        """Remove all complete ones but the last ``count``; the latest always stays. Returns what was removed."""
+        latest = self.latest()
+        removed = [name for name in self.committed()[:-count] if name != latest]
+        for name in removed:
+            self.place.remove(f"{name}/{MANIFEST}")
+            self.place.remove(str(name))
+        return removed
+
+    def latest(self) -> SaveName:
+        """The one the pointer leads to; the newest complete one where the pointer is missing or damaged."""
+        pointed = self._pointed()
+        if pointed is not None and self.is_complete(pointed):
+            return pointed
+        committed = self.committed()
+        if not committed:
+            raise NoCheckpointError(
+                f"there is no complete checkpoint in {self.place.root!r}; it has {self._shown()}; check the path, or "
+                "pass missing_ok=True to start anew"
+            )
+        return committed[-1]
+
+    def at_step(self, step: int) -> SaveName:
+        """The newest complete one of a step."""
+        found = [name for name in self.committed() if name.step == step]
+        if not found:
+            steps = ", ".join(str(name.step) for name in self.committed()) or "none"
+            raise NoCheckpointError(
+                f"no complete checkpoint of step {step} in {self.place.root!r}; complete ones: {steps}"
+            )
+        return found[-1]
+
+    def _pointed(self) -> SaveName | None:
+        try:
+            document = unseal(self.place.read(POINTER), where=POINTER)
+        except (FileNotFoundError, DamagedCheckpointError, CheckpointError):
+            return None
+        return SaveName.parse(str(document.get("latest")))
+
+    def _is_abandoned(self, name: SaveName) -> bool:
+        try:
+            writer: Any = json.loads(self.place.read(f"{name}/{_WRITER}"))
+            host, pid, began = str(writer["host"]), int(writer["pid"]), float(writer["time"])
+        except FileNotFoundError:
+            return True
+        except (ValueError, TypeError, KeyError):
+            return True
+        if host != socket.gethostname():
+            return time.time() - began > _ABANDONED_SECONDS
+        return pid == os.getpid() or not _is_alive(pid)
+
+    def _shown(self) -> str:
+        names = self.place.list()
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,170 @@
+"""A module's tensors as stored state sees them: by plain names, each once, with the rank that answers for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from shardrt.errors import StateError, UnsupportedError
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.plan import Shard, spread_largest_first
+from shardrt.state.optimizers import plain_name
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ModelState:
+    """What a module's state dict consists of."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Parameters and buffers, each under its first name: the module's own, not copies."""
+    aliases: Mapping[str, str]
+    """Further names of tensors that have several (tied weights), and the name that each is stored under."""
+    values: Mapping[str, Any]
+    """What modules keep beside tensors (``get_extra_state``)."""
+    buffers: frozenset[str]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside DistributedDataParallel and torch.compile.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.state.models import unwrapped
+        >>> model = torch.nn.Linear(2, 2)
+        >>> unwrapped(torch.compile(model)) is model
+        True
+    """
+    while True:
+        if isinstance(module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def model_state(module: torch.nn.Module) -> ModelState:
+    """What there is to store of a module."""
+    inner = unwrapped(module)
+    trained = {id(param) for param in inner.parameters()}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    buffers: set[str] = set()
+    first: dict[int, str] = {}
+    for key, value in inner.state_dict(keep_vars=True).items():
+        name = plain_name(key)
+        if name in tensors or name in aliases or name in values:
+            raise StateError(f"two entries of the module's state are called {name!r} once wrappers are left out")
+        if not isinstance(value, torch.Tensor):
+            values[name] = value
+        elif id(value) in first:
+            aliases[name] = first[id(value)]
+        else:
+            _check_storable(name, value)
+            first[id(value)] = name
+            tensors[name] = value
+            if id(value) not in trained:
+                buffers.add(name)
+    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers))
+
+
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name!r} is on the meta device: it has no values; materialise the module first")
+    if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
+        raise UnsupportedError(
+            f"{name!r} is a {type(tensor.data).__name__} of layout {tensor.layout}; only plain dense tensors are stored"
+        )
+
+
+def answering(
+    state: ModelState, optimizers: Iterable[ManagedOptimizer], world_size: int
+) -> dict[str, tuple[Shard, ...]]:
+    """Which rank stores (and reads) which part of each tensor.
+
+    Trained parameters: whoever steps them. Other parameters: whole, spread evenly. Buffers: the first rank, since they
+    may differ between ranks (running statistics) and a mixture would be nobody's.
+    """
+    owners: dict[torch.Tensor, tuple[Shard, ...]] = {}
+    load = [0] * world_size
+    for optimizer in optimizers:
+        for name, tensor in optimizer.named().items():
+            owners[tensor] = optimizer.plan.partition.by_param[name]
+    found: dict[str, tuple[Shard, ...]] = {}
+    left: list[str] = []
+    for name, tensor in state.tensors.items():
+        if tensor in owners:
+            found[name] = tuple(Shard(name, shard.start, shard.stop, shard.rank) for shard in owners[tensor])
+            for shard in found[name]:
+                load[shard.rank] += shard.numel * tensor.element_size()
+        elif name in state.buffers:
+            found[name] = (Shard(name, 0, tensor.numel(), 0),)
+        else:
+            left.append(name)
+    sizes = [state.tensors[name].nbytes for name in left]
+    for name, rank in zip(left, spread_largest_first(sizes, load), strict=True):
+        found[name] = (Shard(name, 0, state.tensors[name].numel(), rank),)
+    return {name: found[name] for name in state.tensors}
+
+
+def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A flat range of a tensor's elements in row-major order: a view where they lie so."""
+    return tensor.detach().reshape(-1)[start:stop]
+
+
+def copies(state: ModelState, *, on_cpu: bool) -> dict[str, Any]:
+    """The state as a module's ``state_dict`` has it, in memory of its own; tied tensors stay one tensor."""
+    made = {
+        name: tensor.detach().to("cpu", copy=True) if on_cpu else tensor.detach().clone()
+        for name, tensor in state.tensors.items()
+    }
+    return {**made, **{alias: made[name] for alias, name in state.aliases.items()}, **state.values}
+
+
+def matched(
+    module: torch.nn.Module, given: Mapping[str, Any], *, strict: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What of a full state goes into which tensor of the module, and what else; checked before anything is changed."""
+    state = model_state(module)
+    known = {*state.tensors, *state.aliases, *state.values}
+    by_name = {plain_name(key): value for key, value in given.items()}
+    missing = [name for name in known if name not in by_name and state.aliases.get(name) not in by_name]
+    # A tied weight may have been stored under any of its names.
+    missing = [name for name in missing if not any(a in by_name for a, n in state.aliases.items() if n == name)]
+    unexpected = [name for name in by_name if name not in known]
+    if strict and (missing or unexpected):
+        raise StateError(
+            f"the state does not fit the module: {_listed('missing', missing)}{_listed('unexpected', unexpected)}; "
+            "load it into the same model, or pass strict=False to take what fits"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in by_name.items():
+        target = state.aliases.get(name, name)
+        if target in state.tensors:
+            check_shape(name, state.tensors[target], value)
+            tensors.setdefault(target, value)
+        elif name in state.values:
+            values[name] = value
+    return tensors, values
+
+
+def check_shape(name: str, target: torch.Tensor, value: Any) -> None:
+    """A stored tensor must have the shape of the one it goes into."""
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(target.shape):
+        got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise StateError(
+            f"{name!r} is {got} in the state and has shape {list(target.shape)} in the module; load it into the same "
+            "model"
+        )
+
+
+def _listed(kind: str, names: Sequence[str], limit: int = 5) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{kind} {', '.join(map(repr, names[:limit]))}{more}. "
