@@ -15,21 +15,29 @@ from shardrt.testing.outcome import Outcome, RankFailure
 from shardrt.testing.pool import RankPool
 
 if TYPE_CHECKING:
-    from shardrt.testing.conformance import BackendConformance, PartitionerConformance, ScheduleConformance
+    from shardrt.testing.conformance import (
+        BackendConformance,
+        PartitionerConformance,
+        PlaceConformance,
+        ScheduleConformance,
+        StateFormatConformance,
+    )
 
 __all__ = [
     "BackendConformance",
     "Outcome",
     "PartitionerConformance",
+    "PlaceConformance",
     "RankFailure",
     "RankPool",
     "ScheduleConformance",
+    "StateFormatConformance",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # The kit needs pytest, which workers and users of the pool alone do not have to have.
-    if name in ("BackendConformance", "PartitionerConformance", "ScheduleConformance"):
+    if name in __all__ and name.endswith("Conformance"):
         from shardrt.testing import conformance
 
         return getattr(conformance, name)

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from shardrt.testing.conformance.backend import BackendConformance
 from shardrt.testing.conformance.partitioner import PartitionerConformance
+from shardrt.testing.conformance.place import PlaceConformance
 from shardrt.testing.conformance.schedule import ScheduleConformance
+from shardrt.testing.conformance.state_format import StateFormatConformance
 
-__all__ = ["BackendConformance", "PartitionerConformance", "ScheduleConformance"]
+__all__ = [
+    "BackendConformance",
+    "PartitionerConformance",
+    "PlaceConformance",
+    "ScheduleConformance",
+    "StateFormatConformance",
+]
