@@ -15,7 +15,7 @@ from shardrt.optim.agreement import comparable
 from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.protocols import Communicator, ControlChannel
-from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state
+from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state, torch_groups
 from shardrt.state.handing_out import hand_out_model, hand_out_optimizer
 from shardrt.state.kinds import StateKind
 from shardrt.state.models import copies, matched, model_state, unwrapped
@@ -222,16 +222,24 @@ class StateCalls:
             make = sharded_optimizer_state if kind.kind == "sharded" else local_optimizer_state
             return make(optimizer, self.rank, self.world_size, on_cpu=kind.offload_to_cpu)
         if isinstance(optimizer, LoneOptimizer) and not kind.offload_to_cpu:
-            return torch.optim.Optimizer.state_dict(optimizer._local_optimizer())
+            own = torch.optim.Optimizer.state_dict(optimizer._local_optimizer())
+            return {**own, "param_groups": torch_groups(optimizer)}
+        return self.gather_state(optimizer, to=0 if kind.rank0_only else None, offload_to_cpu=kind.offload_to_cpu)
+
+    def gather_state(self, optimizer: ManagedOptimizer, *, to: int | None, offload_to_cpu: bool) -> dict[str, Any]:
+        """The whole state of an optimizer on one rank, or on all; every rank calls it."""
+        optimizer.check_between_steps("a state dict")
         with self.agreeing("full state dict") as fields:
-            fields["rank0_only"] = Field(value=kind.rank0_only, fix="ask alike on every rank")
+            if to is not None and not 0 <= to < self.world_size:
+                raise ConfigError(f"there is no rank {to} to bring the state to; ranks are 0 to {self.world_size - 1}")
+            fields["receiving rank"] = Field(value=to, fix="ask alike on every rank")
         return full_optimizer_state(
             optimizer,
             self.negotiate(()),
             self._control,
-            to=0 if kind.rank0_only else None,
+            to=to,
             device=torch.device(self.device_type),
-            on_cpu=kind.offload_to_cpu,
+            on_cpu=offload_to_cpu,
         )
 
     def _optimizers_for(self, module: torch.nn.Module) -> list[ManagedOptimizer]:

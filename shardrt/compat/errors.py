@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardrt.errors import ConfigError, OptimizerError
+from shardrt.errors import ConfigError, OptimizerError, StateError
 
 
 class ParametersError(ConfigError, TypeError):
@@ -21,3 +21,7 @@ class ParametersError(ConfigError, TypeError):
 
 class OverlapError(OptimizerError, RuntimeError):
     """An optimizer with ``overlap_with_ddp=True`` was asked for what it cannot do, or cannot do yet."""
+
+
+class NotConsolidatedError(StateError, RuntimeError):
+    """A state dict was asked for on a rank that it has not been brought to."""

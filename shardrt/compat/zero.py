@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from shardrt.compat.errors import OverlapError, ParametersError
+from shardrt.compat.errors import NotConsolidatedError, OverlapError, ParametersError
 from shardrt.compat.groups import find_place, timeout_of
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.log import rank_logger
@@ -54,6 +54,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         groups = _read(params)
         _check_class(optimizer_class)
         self._sharded: ManagedOptimizer | None = None
+        self._consolidated: dict[str, Any] | None = None
         self._being_set_up = True
         self.optimizer_class = optimizer_class
         self._given_defaults = defaults
@@ -204,18 +205,27 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._named.extend(group.params)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the whole state to one rank; on one rank it is there already, on several it is refused so far."""
-        del to
-        self.sharded.state_dict()
+        """Bring the whole state to the CPU of one rank of the group, where :meth:`state_dict` then has it.
+
+        Every rank calls it. No other rank ever holds more than its own share and a window of some megabytes.
+        """
+        state = self.runtime.gather_state(self.sharded, to=to, offload_to_cpu=True)
+        self._consolidated = state if self.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state; refused so far on several ranks."""
-        return self.sharded.state_dict()
+        """The whole state as it was consolidated last, in the format of the optimizer class; on that rank alone."""
+        if self.world_size == 1:
+            return self.sharded.state_dict()
+        if self._consolidated is None:
+            raise NotConsolidatedError(
+                f"the optimizer state has not been consolidated on rank {self.rank}; call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        return self._consolidated
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state; refused so far on several ranks."""
+        """Take over a whole state, which every rank hands over and which is left as it is."""
         self.sharded.load_state_dict(state_dict)
-        self._share(self.sharded)
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
         """Refused so far: training on uneven inputs with torch's ``Join``."""

@@ -54,7 +54,7 @@ def full_optimizer_state(
     found = gathered.by_param()
     return {
         "state": {numbers[name]: found[name] for name in names if found.get(name)},
-        "param_groups": _torch_groups(optimizer, numbers),
+        "param_groups": torch_groups(optimizer),
     }
 
 
@@ -104,7 +104,9 @@ class _Gathered:
         return whole
 
 
-def _torch_groups(optimizer: ManagedOptimizer, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+def torch_groups(optimizer: ManagedOptimizer) -> list[dict[str, Any]]:
+    """The groups as torch's state dicts have them: options, parameters by number, and their names if they have any."""
+    numbers = {name: number for number, name in enumerate(optimizer.named())}
     by_tensor = {tensor: name for name, tensor in optimizer.named().items()}
     named = not any(_MADE_UP.match(name) for name in by_tensor.values())
     groups = []
