@@ -1,6 +1,6 @@
 """Prints what the tests assert, as tables: equality, handshake messages, traffic, state, errors.
 
-Run it with ``python tasks.py accept``, or one section of it: ``optimizer``, ``overlap`` or ``storm`` after the name.
+Run it with ``python tasks.py accept``, or some sections of it, named after the task.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.table import Table
 
 import shardrt
 from shardrt.testing import RankPool
-from tests import acceptance_overlap
+from tests import acceptance_overlap, acceptance_state
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
 
@@ -133,6 +133,8 @@ SECTIONS = {
     "optimizer": (equality, handshake, traffic_and_state),
     "overlap": (acceptance_overlap.equality, acceptance_overlap.combinations, acceptance_overlap.lost_inside_backward),
     "storm": (acceptance_overlap.storms,),
+    "reshard": (acceptance_state.reshard,),
+    "roundtrip": (acceptance_state.torch_round_trips,),
 }
 
 
@@ -141,7 +143,7 @@ def main(names: list[str]) -> int:
     if unknown:
         console.print(f"no section {unknown[0]!r}; sections: {', '.join(SECTIONS)}")
         return 2
-    with RankPool(4) as pool:
+    with RankPool(5) as pool:
         good = [check(pool) for name in names or ["optimizer", "overlap"] for check in SECTIONS[name]]
     console.print("all as required" if all(good) else f"NOT as required: {good}", style="bold")
     return 0 if all(good) else 1
