@@ -52,6 +52,10 @@ class KeepingCalls:
         """See :meth:`shardrt.Runtime.negotiate`."""
         raise NotImplementedError
 
+    def living_optimizers(self) -> list[ManagedOptimizer]:
+        """See :meth:`shardrt.loop.LoopCalls.living_optimizers`."""
+        raise NotImplementedError
+
     def _check_open(self) -> None:
         raise NotImplementedError
 
@@ -94,6 +98,8 @@ class KeepingCalls:
                 raise ConfigError(
                     f"keep_last={keep_last!r} is not possible; give a number from 1 up, or None to keep all"
                 )
+            for living in self.living_optimizers():
+                living.finish()
             models, optimizers = named_models(model), named_optimizers(optimizer)
             if not models and not optimizers and extra is None:
                 raise ConfigError("there is nothing to save; pass model=, optimizer= or extra=")
@@ -151,6 +157,8 @@ class KeepingCalls:
         channel = self._control.another()
         with _as_load_error(), torch.no_grad():
             with agreement(channel, "load") as fields:
+                for living in self.living_optimizers():
+                    living.finish()
                 models, optimizers = named_models(model), named_optimizers(optimizer)
                 place = self._chosen.make_place(os.fspath(path))
                 for name, value in {"path": os.fspath(path), "step": step, "strict": strict}.items():
