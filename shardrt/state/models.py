@@ -34,7 +34,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
         >>> import torch
         >>> from shardrt.state.models import unwrapped
         >>> model = torch.nn.Linear(2, 2)
-        >>> unwrapped(torch.compile(model)) is model
+        >>> unwrapped(torch.nn.DataParallel(model)) is model
         True
     """
     while True:

@@ -78,12 +78,15 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def run_page(page: str) -> int:
-    """On a worker: run the blocks of a page in order, in one namespace and an empty directory; how many ran."""
+def run_page(page: str, shared: str | None = None) -> int:
+    """On a worker: run the blocks of a page in order, in one namespace; how many ran.
+
+    In an empty directory, or in one that several ranks share.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     flags = 0
     blocks = to_run(Path(page))
-    with empty_directory() as directory:
+    with working_in(Path(shared)) if shared else empty_directory() as directory:
         for shown in blocks_of(Path(page).read_text(encoding="utf-8")):
             if shown.file is not None:
                 (directory / shown.file).write_text(shown.code, encoding="utf-8")
@@ -101,12 +104,17 @@ def run_page(page: str) -> int:
 
 @contextmanager
 def empty_directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        try:
-            yield Path(directory)
-        finally:
-            os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as directory, working_in(Path(directory)):
+        yield Path(directory)
+
+
+@contextmanager
+def working_in(directory: Path) -> Iterator[Path]:
+    os.chdir(directory)
+    try:
+        yield directory
+    finally:
+        os.chdir(ROOT)
 
 
 def run_session(block: Block, namespace: dict[str, Any], page: str) -> None:
@@ -138,10 +146,11 @@ def test_the_python_blocks_of_a_page_run(ranks: RankPool, page: Path) -> None:
     assert ran == len(to_run(page))
 
 
-def test_the_embedding_guide_runs_on_two_ranks(ranks: RankPool) -> None:
-    """As under torchrun: the page says that its trainer runs either way."""
-    page = ROOT / "docs" / "embedding.md"
-    assert ranks.run(run_page, ranks=2, init=None, page=str(page)) == [len(to_run(page))] * 2
+@pytest.mark.parametrize("name", ["embedding", "checkpoints"])
+def test_guides_run_on_two_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """As under torchrun: these pages say that they run either way."""
+    page = ROOT / "docs" / f"{name}.md"
+    assert ranks.run(run_page, ranks=2, init=None, page=str(page), shared=str(tmp_path)) == [len(to_run(page))] * 2
 
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
