@@ -12,6 +12,7 @@ import pytest
 from shardrt import load_registry
 from shardrt.protocols import Place, StateFormat
 from shardrt.testing import PlaceConformance, StateFormatConformance
+from tests.doubles import stores
 
 REGISTRY = load_registry()  # looked up once: the kits make some hundred formats and places
 FILES = REGISTRY.places.get("files")
@@ -40,3 +41,26 @@ class TestFilesInMemory(PlaceConformance):
     @classmethod
     def make(cls, directory: Path) -> Place:
         return FILES.factory(f"memory://{directory}")
+
+
+class TestFilesInAnObjectStore(PlaceConformance):
+    @classmethod
+    def make(cls, directory: Path) -> Place:
+        stores.register()
+        return FILES.factory(f"objects://{directory}")
+
+    @pytest.fixture(autouse=True)
+    def forget(self) -> Iterator[None]:
+        """No upload is left under way, whatever was checked: stores charge for them."""
+        yield
+        left = set(stores.ObjectStore.uploads)
+        stores.ObjectStore.objects.clear()
+        stores.ObjectStore.uploads.clear()
+        assert left == set()
+
+
+class TestFilesOnADiskThatRenames(PlaceConformance):
+    @classmethod
+    def make(cls, directory: Path) -> Place:
+        stores.register()
+        return FILES.factory(f"renaming://{directory}")
