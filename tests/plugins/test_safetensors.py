@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,18 @@ def test_we_read_what_the_library_writes(
     for (name, spec), raw in zip(tensors.items(), data, strict=True):
         start, stop = layout.range_of(name, 0, math.prod(spec.shape))
         assert written[start:stop] == raw
+
+
+def test_the_library_maps_a_file_whose_tensors_are_not_aligned(tmp_path: Path) -> None:
+    """Its own files are sorted so that they are; ours keep the order they were given."""
+    tensors = {"a": TensorSpec(dtype="int8", shape=(3,)), "b": TensorSpec(dtype="float64", shape=(5,))}
+    layout = FORMAT.layout(tensors, {"step": "3"})
+    values = torch.randn(5, dtype=torch.float64)
+    (tmp_path / "f.safetensors").write_bytes(layout.header + b"\1\2\3" + raw_bytes(values))
+    with safetensors.safe_open(tmp_path / "f.safetensors", framework="pt") as file:
+        assert torch.equal(file.get_tensor("b"), values)
+        assert torch.equal(file.get_slice("b")[1:4], values[1:4])
+        assert file.metadata() == {"step": "3"}
 
 
 def test_every_dtype_has_a_way_to_be_stored() -> None:
