@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardrt.comm.capabilities import Capabilities
     from shardrt.comm.traffic import Traffic
+    from shardrt.flight import FlightRecorder
     from shardrt.timeline import Timeline
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -413,3 +414,5 @@ class Group:
     """Tells the communicators of one process group apart: the same on all ranks, different for each of them."""
     timeline: Timeline | None = None
     """Where operations and waits are recorded; None while nobody wants to see them."""
+    flight: FlightRecorder | None = None
+    """Where the last operations are kept for when a wait fails; None on a single rank."""

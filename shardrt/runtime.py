@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -15,11 +16,14 @@ import torch.distributed as dist
 
 import shardrt
 from shardrt.choosing import Chosen, choose
-from shardrt.comm.membership import default_device_type, find_membership, start_group
+from shardrt.comm.membership import default_device_type, end_group, find_membership, start_group
 from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
+from shardrt.comm.watching import watched
 from shardrt.config import RuntimeConfig
-from shardrt.errors import ConfigError, PeerError, ShardrtError
+from shardrt.errors import CommunicationError, ConfigError, PeerError, ShardrtError
+from shardrt.flight.report import reports_directory
+from shardrt.flight.telling import WHAT_RANKS_DID
 from shardrt.handshake import Field, agreement, digest
 from shardrt.log import rank_logger
 from shardrt.loop import LoopCalls
@@ -44,7 +48,9 @@ class Runtime(LoopCalls):
     accelerator, else the CPU), ``bucket_mb`` how many megabytes travel together (by default what the schedule works
     best with), ``timeout`` the seconds that any wait for another rank may take, and ``plugins`` objects with hook
     implementations for this runtime alone. ``timeline`` is a directory to which each rank writes what it did when
-    (``shardrt trace`` reads it); where it is None, the variable ``SHARDRT_TIMELINE`` may name one.
+    (``shardrt trace`` reads it); where it is None, the variable ``SHARDRT_TIMELINE`` may name one. ``hang_reports``
+    is a directory to which each rank writes what it did last when a wait fails (``shardrt doctor --hang`` explains
+    it); where it is None, the variable ``SHARDRT_HANG_DIR`` may name one.
 
     Example:
         >>> import shardrt, torch
@@ -69,6 +75,7 @@ class Runtime(LoopCalls):
         timeout: float = 300.0,
         plugins: Sequence[object] = (),
         timeline: str | os.PathLike[str] | None = None,
+        hang_reports: str | os.PathLike[str] | None = None,
     ) -> None:
         self._closed = False
         self._owns_group = False
@@ -80,6 +87,7 @@ class Runtime(LoopCalls):
         self._control = self._membership.control
         self._control.on_failure(self._rank_failed)
         self.log = rank_logger(self.rank, self.world_size)
+        self.flight, self._watch = watched(self._control, self.log)
         with self.agreeing("Runtime") as fields:
             self.device_type = default_device_type(None if device is None else str(device))
             if isinstance(plugins, str) or not isinstance(plugins, Sequence):
@@ -93,7 +101,8 @@ class Runtime(LoopCalls):
                 schedule=schedule,
                 device_type=self.device_type,
             )
-            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline)
+            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline, hang_reports=hang_reports)
+            self._report_to(reports_directory(limits.hang_reports))
             record_to = timeline_directory(limits.timeline)
             fields.update(self._fields(limits, recording=record_to is not None))
         self._recording = None if record_to is None else self._record(record_to)
@@ -135,6 +144,7 @@ class Runtime(LoopCalls):
             "bucket_mb": parsed.bucket_mb,
             "timeout": parsed.timeout,
             "timeline": parsed.timeline,
+            "hang_reports": parsed.hang_reports,
         }
         return cls(**{**settings, **extra})
 
@@ -224,8 +234,10 @@ class Runtime(LoopCalls):
         problem = None if self._recording is None else self._recording.close()
         if problem is not None:
             self.log.warning("timeline.unwritten", reason=problem)
+        if self._watch is not None:
+            self._watch.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            end_group(rank=self.rank, log=self.log)
 
     def __enter__(self) -> Self:
         return self
@@ -265,11 +277,15 @@ class Runtime(LoopCalls):
         """Let ranks that wait for this one know that it failed, unless it only passes on another's failure."""
         if self.world_size == 1 or isinstance(error, PeerError):
             return
-        self._rank_failed(self.rank, f"{type(error).__name__}: {error}")
+        # The others have their own view of what each rank did last, which fills the lines after the first.
+        line = f"{type(error).__name__}: {error}".partition(WHAT_RANKS_DID)[0]
+        self._rank_failed(self.rank, line)
+        if self._watch is not None:
+            self._watch.failed(error)
         try:
-            self._control.report_failure(f"{type(error).__name__}: {error}")
-        except RuntimeError as lost:  # the store is gone with its host: the others know already
-            self.log.debug("failure.unreported", error=str(error), reason=str(lost))
+            self._control.report_failure(line)
+        except CommunicationError as lost:  # the store is gone with its host: the others know already
+            self.log.debug("failure.unreported", error=line, reason=str(lost))
 
     def plan_built(self, plan: Plan) -> None:
         """Note a plan that all ranks agreed on and tell the observers."""
@@ -321,13 +337,21 @@ class Runtime(LoopCalls):
         return {name: Field(value=value, fix=fix) for name, (value, fix) in values.items()}
 
     def _record(self, directory: Path) -> Recording:
+        return Recording(directory, rank=self.rank, world_size=self.world_size, about=self._about())
+
+    def _report_to(self, directory: Path | None) -> None:
+        if self._watch is not None:
+            versions = {"shardrt": shardrt.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            self._watch.directory = directory
+            self._watch.about.update(self._about(), timeout=self._membership.control.timeout, versions=versions)
+
+    def _about(self) -> dict[str, Any]:
         chosen = self._chosen.described
-        about = {
+        return {
             "schedule": chosen["schedule"],
             "backend": {**chosen["backend"], "name": self._chosen.backend.name},
             "partitioner": chosen["partitioner"],
         }
-        return Recording(directory, rank=self.rank, world_size=self.world_size, about=about)
 
     def _join_group(self) -> Any:
         record = self._chosen.backend_record
@@ -348,6 +372,7 @@ class Runtime(LoopCalls):
                 process_group=self._process_group,
                 number=self._control.number * _COMMUNICATORS + len(self._opened),
                 timeline=self.timeline,
+                flight=self.flight,
             )
         )
         if made not in self._opened:

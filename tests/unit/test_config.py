@@ -61,6 +61,7 @@ def test_json_goes_there_and_back() -> None:
         "bucket_mb": 25.0,
         "timeout": 300.0,
         "timeline": None,
+        "hang_reports": None,
     }
 
 
