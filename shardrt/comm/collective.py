@@ -186,7 +186,7 @@ class CollectiveCommunicator:
         if self._group.flight is not None:
             self._issued += 1
             flight, number = self._group.flight, self._issued
-            issued = flight.issue(operation, communicator=self._group.number, number=number, nbytes=sent)
+            issued = flight.issue(operation, communicator=self._group.number, number=number, nbytes=max(sent, received))
             issued.start()
             record = _Recorded(flight, issued)
         try:

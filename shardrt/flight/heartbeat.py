@@ -77,6 +77,7 @@ class _Voice:
         self._prefix = prefix
         self._stopping = stopping
         self._heard = heard
+        self._failure: dict[str, Any] | None = None
 
     def run(self, store: Any) -> None:
         try:
@@ -101,7 +102,17 @@ class _Voice:
             found = checked_beat(store.get(key)) if store.check([key]) else None
             if found is not None:
                 self._heard[rank] = found
+            self._look_for_failures(store, flight)
         return INTERVAL_SECONDS * max(1.0, flight.world_size / _LARGE_WORLD)
+
+    def _look_for_failures(self, store: Any, flight: FlightRecorder) -> None:
+        """Whoever waits in the runtime hears of a failure within half a second; here it is passed on a beat later."""
+        key = f"{self._prefix}/failed"
+        if self._failure is not None:
+            flight.peer_failed(self._failure)
+        elif store.check([key]):
+            note = json.loads(store.get(key))
+            self._failure = note if isinstance(note, dict) else None
 
 
 def _end(stopping: threading.Event, thread: threading.Thread, seconds: float) -> None:

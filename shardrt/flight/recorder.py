@@ -13,8 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 RING_SIZE = 64
 """Operations that are kept. Those under way are kept beside them, however many have been queued since."""
@@ -150,8 +150,20 @@ class Noted(threading.local):
 
 
 noted = Noted()
-"""What the calling thread is at: operations that it issues carry ``noted.bucket``. One for all recorders, since a thread
-is at one thing at a time."""
+"""What the calling thread is at: operations that it issues carry ``noted.bucket``. One for all recorders: a thread is
+at one thing at a time."""
+
+
+class Watch(Protocol):
+    """Who is told of failures: the runtime's own watch."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that is about to be raised."""
+        ...
+
+    def peer_failed(self, note: Mapping[str, Any]) -> None:
+        """Another rank has reported a failure."""
+        ...
 
 
 class FlightRecorder:
@@ -187,7 +199,7 @@ class FlightRecorder:
         self._ring: list[Operation | None] = [None] * size
         self._size = size
         self._sequence = itertools.count()
-        self._explainer: Any = None
+        self._watch: Watch | None = None
 
     def issue(self, kind: str, *, communicator: int, number: int, nbytes: int = 0, topic: str = "") -> Operation:
         """An operation has been asked for: peers match it by the numbers of the communicator and of the operation."""
@@ -198,12 +210,17 @@ class FlightRecorder:
 
     def explain(self, error: BaseException) -> None:
         """A wait failed with this error: add to it who was last heard when, as far as anybody asked for that."""
-        if self._explainer is not None:
-            self._explainer(error)
+        if self._watch is not None:
+            self._watch.explain(error)
 
-    def explain_by(self, explainer: Any) -> None:
-        """Who is called by :meth:`explain`; the runtime's own."""
-        self._explainer = explainer
+    def peer_failed(self, note: Mapping[str, Any]) -> None:
+        """Another rank has reported a failure, which this one may not notice for long."""
+        if self._watch is not None:
+            self._watch.peer_failed(note)
+
+    def watched_by(self, watch: Watch) -> None:
+        """Who is told of failures."""
+        self._watch = watch
 
     def operations(self) -> list[Operation]:
         """The operations that are kept, in the order in which they were issued."""

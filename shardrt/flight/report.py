@@ -68,9 +68,17 @@ def report_name(rank: int, world_size: int) -> str:
 
 
 def make_report(
-    flight: FlightRecorder, error: BaseException, *, peers: Mapping[int, Any], about: Mapping[str, Any]
+    flight: FlightRecorder,
+    error: BaseException,
+    *,
+    peers: Mapping[int, Any],
+    about: Mapping[str, Any],
+    elsewhere: bool = False,
 ) -> dict[str, Any]:
-    """Everything that this rank knows at this moment, as plain JSON values."""
+    """Everything that this rank knows at this moment, as plain JSON values.
+
+    ``elsewhere``: it heard of another's failure while it was not in the runtime at all.
+    """
     message = str(error).partition("\n")[0]
     return {
         "format": FORMAT,
@@ -78,6 +86,7 @@ def make_report(
         "rank": flight.rank,
         "world_size": flight.world_size,
         "time": time.time(),
+        "elsewhere": elsewhere,
         "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
         "about": dict(about),
         "error": {"type": type(error).__name__, "message": message},
@@ -129,6 +138,8 @@ class HangReport:
     world_size: int
     time: float
     attempt: str
+    elsewhere: bool
+    """Whether the rank was outside of the runtime, and only its heartbeat heard of the failure."""
     about: Mapping[str, Any]
     error_type: str
     error: str
@@ -179,6 +190,7 @@ def read_report(path: Path) -> HangReport:
         world_size=world_size,
         time=_number(path, document, "time"),
         attempt=str(document.get("attempt", "")),
+        elsewhere=document.get("elsewhere") is True,
         about=_mapping(path, document, "about"),
         error_type=str(failure.get("type", "")),
         error=str(failure.get("message", "")),

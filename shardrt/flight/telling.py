@@ -78,9 +78,13 @@ def _tell(rank: int, beat: Beat | None, *, own: bool, now: float) -> str:
         return f"rank {rank}: never heard"
     if own:
         return f"rank {rank} (this one): {describe_beat(beat, now=now)}"
-    silent = "silent, " if is_silent(beat, now=now) else ""
+    silent = is_silent(beat, now=now)
+    process = f" (its process {beat.get('pid')} is {beat['process']})" if silent and beat.get("process") else ""
     ago = max(0.0, now - _heard(beat))
-    return f"rank {rank}: {silent}last heard {ago:.1f} s ago, {describe_beat(beat, now=_heard(beat))}"
+    return (
+        f"rank {rank}: {'silent, ' if silent else ''}last heard {ago:.1f} s ago{process}, "
+        f"{describe_beat(beat, now=_heard(beat))}"
+    )
 
 
 def _under_way(operation: Mapping[str, Any], now: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardrt.errors import CommunicationError, PeerError, ShardrtError
 from shardrt.flight.heartbeat import Heartbeat
+from shardrt.flight.processes import process_state
 from shardrt.flight.recorder import FlightRecorder
 from shardrt.flight.report import make_report, write_report
 from shardrt.flight.telling import WHAT_RANKS_DID, tell_ranks
@@ -55,7 +56,8 @@ class FlightWatch:
         self._beats: dict[int, dict[str, Any]] | None = None
         self._lines = ""
         self._failed = False
-        flight.explain_by(self.explain)
+        self._elsewhere = False
+        flight.watched_by(self)
 
     def explain(self, error: BaseException) -> None:
         """Add to an error of ours what each rank did last, and note the failure. Never raises another one."""
@@ -89,17 +91,31 @@ class FlightWatch:
         report = self._write(error)
         self._log.error("rank.failed", error=line, report=report)
 
+    def peer_failed(self, note: Mapping[str, Any]) -> None:
+        """Another rank has failed, and this one has not noticed: it is busy or stuck outside of the runtime.
+
+        Where reports are wanted, it writes one all the same: its stacks say where it is.
+        """
+        rank = note.get("rank")
+        if self.directory is None or self._failed or self._elsewhere or rank == self._flight.rank:
+            return
+        self._elsewhere = True
+        told = PeerError(f"rank {self._flight.rank} was elsewhere when rank {rank} failed: {note.get('error')}")
+        report = self._write(told, elsewhere=not self._flight.under_way)
+        self._log.warning("rank.elsewhere", failed=rank, report=report)
+
     def close(self) -> None:
         """End the heartbeat."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
-    def _write(self, error: BaseException) -> str | None:
+    def _write(self, error: BaseException, *, elsewhere: bool = False) -> str | None:
         if self.directory is None:
             return None
         try:
             peers = {rank: beat for rank, beat in (self._beats or {}).items() if rank != self._flight.rank}
-            return str(write_report(self.directory, make_report(self._flight, error, peers=peers, about=self.about)))
+            report = make_report(self._flight, error, peers=peers, about=self.about, elsewhere=elsewhere)
+            return str(write_report(self.directory, report))
         except Exception as problem:  # whatever it is, the error that is being reported matters more
             self._log.warning("hang_report.unwritten", directory=str(self.directory), reason=str(problem))
             return None
@@ -110,5 +126,8 @@ class FlightWatch:
             beats.update(self._ask(ASKING_SECONDS))
         except (RuntimeError, ShardrtError) as problem:  # the store is gone with its host
             self._log.debug("ranks.unheard", reason=str(problem))
-        beats[self._flight.rank] = self._flight.summary()
+        beats[self._flight.rank] = own = self._flight.summary()
+        for rank, beat in beats.items():
+            if rank != self._flight.rank and beat.get("host") == own["host"]:
+                beat["process"] = process_state(beat.get("pid"))
         return beats
