@@ -42,7 +42,11 @@ def tell_ranks(beats: Mapping[int, Beat], *, world_size: int, own: int, now: flo
 
 def is_silent(beat: Beat | None, *, now: float) -> bool:
     """Whether a rank has said nothing for long, and has not left in order."""
-    return beat is None or (now - _heard(beat) > SILENT_SECONDS and not beat.get("left"))
+    if beat is None:
+        return True
+    if beat.get("left"):
+        return False
+    return now - _heard(beat) > SILENT_SECONDS or str(beat.get("process")).startswith(("stopped", "gone"))
 
 
 def describe_beat(beat: Beat, *, now: float) -> str:

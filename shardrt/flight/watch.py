@@ -57,6 +57,7 @@ class FlightWatch:
         self._lines = ""
         self._failed = False
         self._elsewhere = False
+        self._report: str | None = None
         flight.watched_by(self)
 
     def explain(self, error: BaseException) -> None:
@@ -88,7 +89,8 @@ class FlightWatch:
         line = f"{type(error).__name__}: {error}".partition("\n")[0]
         self._flight.failure = line
         self.tell("")  # asks what the others did last, if nobody has yet
-        report = self._write(error)
+        # What was written while this rank was elsewhere says more than that it has come back to hear of it.
+        report = self._report if self._elsewhere else self._write(error)
         self._log.error("rank.failed", error=line, report=report)
 
     def peer_failed(self, note: Mapping[str, Any]) -> None:
@@ -101,8 +103,8 @@ class FlightWatch:
             return
         self._elsewhere = True
         told = PeerError(f"rank {self._flight.rank} was elsewhere when rank {rank} failed: {note.get('error')}")
-        report = self._write(told, elsewhere=not self._flight.under_way)
-        self._log.warning("rank.elsewhere", failed=rank, report=report)
+        self._report = self._write(told, elsewhere=not self._flight.under_way)
+        self._log.warning("rank.elsewhere", failed=rank, report=self._report)
 
     def close(self) -> None:
         """End the heartbeat."""

@@ -34,7 +34,8 @@ def lose(how: str, schedule: str, reports: str, backend: str = "gloo") -> dict[s
         opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
         for step in range(2):
             train_step(model, opt, step, rank)
-        rt.differs("before", rank)
+        wait_until_heard(rt, steps=2)
+        rt.differs("all have been heard", rank)
         if rank == ODD_ONE:
             happen(how, rt, model, store)
         elif how == "stopped" and rank == 0:
@@ -57,6 +58,17 @@ def lose(how: str, schedule: str, reports: str, backend: str = "gloo") -> dict[s
             if rank != ODD_ONE:
                 release_the_odd_one(how, store, rank, rt.world_size, Path(reports))
     return {"type": "", "text": "", "seconds": 0.0, "closing": 0.0}
+
+
+def wait_until_heard(rt: shardrt.Runtime, steps: int, seconds: float = 20.0) -> None:
+    """Until the store knows that every rank has made so many steps."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        heard = rt._control.heard(1.0)
+        if len(heard) == rt.world_size and all(words["step"] >= steps for words in heard.values()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"not everybody was heard: {heard}")
 
 
 def train_step(model: torch.nn.Module, opt: Any, step: int, rank: int) -> None:
