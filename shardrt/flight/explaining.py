@@ -21,7 +21,7 @@ from shardrt.flight.telling import describe_beat, is_silent, name_of
 
 _PASSING_ON = ("CommunicationError", "PeerError")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_OWN_CODE = ("/shardrt/", "/torch/", "/threading.py")
+_NOT_THE_USERS = re.compile(r"/(shardrt|shardrt_\w+|torch)/|/threading\.py$")
 
 
 @attrs.frozen(kw_only=True)
@@ -320,7 +320,7 @@ def where_it_was(stacks: str) -> str:
     """
     found = re.search(r"^thread MainThread:\n(.*?)(?=^thread |\Z)", stacks, re.MULTILINE | re.DOTALL)
     frames = list(_FRAME.finditer(found[1])) if found else []
-    own = [frame for frame in frames if not any(part in frame["file"] for part in _OWN_CODE)]
+    own = [frame for frame in frames if not _NOT_THE_USERS.search(frame["file"])]
     if not own:
         return ""
     return f"{own[-1]['file']}:{own[-1]['line']} in {own[-1]['function']}"

@@ -53,8 +53,29 @@ def find_parting(reports: Sequence[HangReport]) -> Parting | None:
         if parting is not None:
             issued = [way[parting.number].get("issued") or 0.0 for way in ways.values() if parting.number in way]
             found.append((min(issued, default=0.0), parting))
+    partings = [parting for _, parting in sorted(found, key=lambda one: one[0])]
     # Ranks that issued different operations cannot go on. One that issued none may only be late, or be told so.
-    return min(found, key=lambda one: (not one[1].differs, one[0]), default=(0.0, None))[1]
+    return next((one for one in partings if one.differs), None) or _crossed(partings) or next(iter(partings), None)
+
+
+def _crossed(partings: Sequence[Parting]) -> Parting | None:
+    """Two operations on different communicators, each issued by a rank that did not issue the other."""
+    for one in partings:
+        for other in partings:
+            instead = {rank: what for rank, what in other.by_rank.items() if rank in one.missing}
+            instead = {rank: what for rank, what in instead.items() if rank not in other.missing}
+            if instead and set(other.missing) - set(one.missing):
+                told = {
+                    rank: f"{what}, number {other.number} of communicator {other.communicator}, instead"
+                    for rank, what in instead.items()
+                }
+                return attrs.evolve(
+                    one,
+                    by_rank={rank: told.get(rank, what) for rank, what in one.by_rank.items()},
+                    missing=tuple(rank for rank in one.missing if rank not in instead),
+                    differs=True,
+                )
+    return None
 
 
 def _first(communicator: int, ways: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> Parting | None:
