@@ -367,7 +367,7 @@ class ControlChannel(Protocol):
     number: int
     """Tells the channels of one store apart: the same on all ranks."""
     failed: bool
-    """Whether this rank has reported a failure: nobody counts on it any more."""
+    """Whether this rank or another has failed: nobody counts on this one, nor this one on the others, any more."""
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None) -> list[Any]:
         """Every rank's value, in rank order; an error naming the ranks that did not arrive in time."""

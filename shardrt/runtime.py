@@ -6,7 +6,7 @@ import os
 import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -226,9 +226,11 @@ class Runtime(LoopCalls):
         if self._closed:
             return
         self._closed = True
-        for optimizer in () if self._control.failed else self.living_optimizers():
-            with suppress(ShardrtError):  # it reaches whoever reads what could not be gathered
+        try:
+            for optimizer in () if self._control.failed else self.living_optimizers():
                 optimizer.finish()
+        except ShardrtError:  # it reaches whoever reads what could not be gathered
+            self._control.failed = True  # one timeout is enough: nothing else is waited for
         for communicator in self._opened:
             communicator.close()
         problem = None if self._recording is None else self._recording.close()

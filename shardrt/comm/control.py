@@ -143,6 +143,7 @@ class StoreControl:
         note = json.loads(found)
         if note["rank"] == self.rank:
             return
+        self.failed = True  # what is still under way need not be waited for
         self.peer_failed(note["rank"], note["error"])
         error = PeerError(f"rank {self.rank} stops because rank {note['rank']} failed: {note['error']}")
         if self.flight is not None:
@@ -197,6 +198,7 @@ class StoreControl:
         return True
 
     def _raise_missing(self, topic: str, missing: list[int], limit: float) -> None:
+        self.failed = True
         for rank in missing:
             self.peer_failed(rank, f"did not arrive at {topic!r} within {limit:g} s")
         raise missing_ranks(topic, missing, rank=self.rank, world_size=self.world_size, limit=limit)

@@ -59,7 +59,8 @@ def _lead(store: BoundedStore, word: str, world_size: int, timeout: float, topic
                     store.delete_key(_key(f"{number}/{rank}"))
                 return number
         if pauses.over():
-            missing = [rank for rank in others if rank not in seconded]
+            silent = [rank for rank in others if words[rank] is None]
+            missing = silent or [rank for rank in others if rank not in seconded]
             store.set(_key("missing"), json.dumps({"missing": missing, "words": words}))
             raise missing_ranks(topic, missing, rank=0, world_size=world_size, limit=timeout)
 

@@ -112,19 +112,22 @@ def start_group(membership: Membership, record: BackendRecord, *, timeout: float
         return None
     if record.prepare is not None:
         record.prepare()
-    within(
-        timeout + _GRACE_SECONDS,
-        f"starting a {record.process_group} process group",
-        lambda: dist.init_process_group(
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def start() -> None:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # which one is in use is each thread's own business
+        dist.init_process_group(
             record.process_group,
             # Numbered: a second group on the launcher's store must not meet the keys that the first has left there.
             store=PrefixStore(f"shardrt_group/{membership.control.number}", membership.store),
             rank=membership.rank,
             world_size=membership.world_size,
             timeout=timedelta(seconds=timeout),
-        ),
-        rank=membership.rank,
-    )
+        )
+
+    what = f"starting a {record.process_group} process group"
+    within(timeout + _GRACE_SECONDS, what, start, rank=membership.rank)
     return dist.group.WORLD
 
 
