@@ -21,7 +21,7 @@ ODD_ONE = 1
 """The rank that something happens to."""
 
 
-def lose(how: str, schedule: str, reports: str, backend: str = "gloo") -> dict[str, Any]:
+def lose(how: str, schedule: str, reports: str, backend: str = "gloo", patience: float = TIMEOUT) -> dict[str, Any]:
     """Train; after two steps ``how`` happens to one rank. Survivors answer with what they were told, and when."""
     store = rank_store()
     rank = int(os.environ["RANK"])
@@ -29,7 +29,7 @@ def lose(how: str, schedule: str, reports: str, backend: str = "gloo") -> dict[s
     torch.manual_seed(1)
     model = Odd()
     with shardrt.Runtime(
-        timeout=TIMEOUT, schedule=schedule, backend=backend, bucket_mb=0.001, hang_reports=reports
+        timeout=patience, schedule=schedule, backend=backend, bucket_mb=0.001, hang_reports=reports
     ) as rt:
         opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
         for step in range(2):

@@ -13,7 +13,7 @@ import pytest
 from shardrt.config import Choice, RuntimeConfig
 from shardrt.errors import ConfigError
 
-KNOWN = "backend, bucket_mb, device, partitioner, schedule, timeline, timeout"
+KNOWN = "backend, bucket_mb, device, hang_reports, partitioner, schedule, timeline, timeout"
 
 
 def test_defaults() -> None:
