@@ -135,7 +135,7 @@ class RuntimeConfig:
         Traceback (most recent call last):
         ...
         shardrt.errors.ConfigError: unknown key 'partitoner' in the configuration; \
-known: backend, bucket_mb, device, partitioner, place, schedule, state_format, timeline, timeout; \
+known: backend, bucket_mb, device, hang_reports, partitioner, place, schedule, state_format, timeline, timeout; \
 did you mean 'partitioner'?
     """
 
@@ -152,6 +152,9 @@ did you mean 'partitioner'?
     """Seconds that any wait for another rank may take."""
     timeline: str | None = attrs.field(default=None, converter=_path_text, validator=_is_directory_or_none)
     """The directory that each rank writes a timeline to; None is the variable SHARDRT_TIMELINE's, or no timeline."""
+    hang_reports: str | None = attrs.field(default=None, converter=_path_text, validator=_is_directory_or_none)
+    """The directory that a rank writes a report to when a wait fails; None is the variable SHARDRT_HANG_DIR's, or no
+    report."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RuntimeConfig:
@@ -206,6 +209,7 @@ did you mean 'partitioner'?
             "bucket_mb": None if self.bucket_mb is None else float(self.bucket_mb),
             "timeout": float(self.timeout),
             "timeline": self.timeline,
+            "hang_reports": self.hang_reports,
         }
 
 

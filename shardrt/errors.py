@@ -23,6 +23,9 @@ class ShardrtError(Exception):
         UnknownPluginError True
     """
 
+    explained: bool = False
+    """Whether the text already says what each rank did last."""
+
 
 class ConfigError(ShardrtError, ValueError):
     """An argument or a configuration value that cannot be meant."""
@@ -82,6 +85,9 @@ class PeerError(ShardrtError):
 
 class CommunicationError(ShardrtError):
     """A collective failed or timed out: the message names the operation, this rank and the peers it waited for."""
+
+    ranks: tuple[int, ...] = ()
+    """The ranks that were waited for, where that is known."""
 
 
 class OptimizerError(ShardrtError):

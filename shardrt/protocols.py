@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from shardrt.comm.capabilities import Capabilities
     from shardrt.comm.traffic import Traffic
+    from shardrt.flight import FlightRecorder
     from shardrt.timeline import Timeline
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -366,7 +367,7 @@ class ControlChannel(Protocol):
     number: int
     """Tells the channels of one store apart: the same on all ranks."""
     failed: bool
-    """Whether this rank has reported a failure: nobody counts on it any more."""
+    """Whether this rank or another has failed: nobody counts on this one, nor this one on the others, any more."""
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """Every rank's value, in rank order; an error naming the ranks that did not arrive in time.
@@ -420,3 +421,5 @@ class Group:
     """Tells the communicators of one process group apart: the same on all ranks, different for each of them."""
     timeline: Timeline | None = None
     """Where operations and waits are recorded; None while nobody wants to see them."""
+    flight: FlightRecorder | None = None
+    """Where the last operations are kept for when a wait fails; None on a single rank."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,14 @@ import torch.distributed as dist
 import shardrt
 from shardrt.checkpoint.saving import Saver
 from shardrt.choosing import Chosen, choose
-from shardrt.comm.membership import default_device_type, find_membership, start_group
+from shardrt.comm.membership import default_device_type, end_group, find_membership, start_group
 from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
+from shardrt.comm.watching import watched
 from shardrt.config import RuntimeConfig
-from shardrt.errors import ConfigError, PeerError, ShardrtError
+from shardrt.errors import CommunicationError, ConfigError, PeerError, ShardrtError
+from shardrt.flight.report import reports_directory
+from shardrt.flight.telling import WHAT_RANKS_DID
 from shardrt.handshake import Field, agreement, digest
 from shardrt.keeping import KeepingCalls
 from shardrt.log import rank_logger
@@ -49,7 +53,9 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
     best with), ``state_format`` and ``place`` how and where checkpoints are kept, ``timeout`` the seconds that any wait
     for another rank may take, and ``plugins`` objects with hook implementations for this runtime alone. ``timeline``
     is a directory to which each rank writes what it did when (``shardrt trace`` reads it); where it is None, the
-    variable ``SHARDRT_TIMELINE`` may name one.
+    variable ``SHARDRT_TIMELINE`` may name one. ``hang_reports`` is a directory to which each rank writes what it did
+    last when a wait fails (``shardrt doctor --hang`` explains it); where it is None, the variable ``SHARDRT_HANG_DIR``
+    may name one.
 
     Example:
         >>> import shardrt, torch
@@ -76,6 +82,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         timeout: float = 300.0,
         plugins: Sequence[object] = (),
         timeline: str | os.PathLike[str] | None = None,
+        hang_reports: str | os.PathLike[str] | None = None,
     ) -> None:
         self._closed = False
         self._owns_group = False
@@ -90,6 +97,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         self._control = self._membership.control
         self._control.on_failure(self._rank_failed)
         self.log = rank_logger(self.rank, self.world_size)
+        self.flight, self._watch = watched(self._control, self.log)
         with self.agreeing("Runtime") as fields:
             self.device_type = default_device_type(None if device is None else str(device))
             if isinstance(plugins, str) or not isinstance(plugins, Sequence):
@@ -105,7 +113,8 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
                 place=place,
                 device_type=self.device_type,
             )
-            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline)
+            limits = RuntimeConfig(bucket_mb=bucket_mb, timeout=timeout, timeline=timeline, hang_reports=hang_reports)
+            self._report_to(reports_directory(limits.hang_reports))
             record_to = timeline_directory(limits.timeline)
             fields.update(self._fields(limits, recording=record_to is not None))
         self._recording = None if record_to is None else self._record(record_to)
@@ -149,6 +158,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
             "bucket_mb": parsed.bucket_mb,
             "timeout": parsed.timeout,
             "timeline": parsed.timeline,
+            "hang_reports": parsed.hang_reports,
         }
         return cls(**{**settings, **extra})
 
@@ -231,16 +241,20 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
             return
         self._closed = True
         self.finish_saving(0.0 if self._control.failed else self.timeout)
-        for optimizer in () if self._control.failed else self.living_optimizers():
-            with suppress(ShardrtError):  # it reaches whoever reads what could not be gathered
+        try:
+            for optimizer in () if self._control.failed else self.living_optimizers():
                 optimizer.finish()
+        except ShardrtError:  # it reaches whoever reads what could not be gathered
+            self._control.failed = True  # one timeout is enough: nothing else is waited for
         for communicator in self._opened:
             communicator.close()
         problem = None if self._recording is None else self._recording.close()
         if problem is not None:
             self.log.warning("timeline.unwritten", reason=problem)
+        if self._watch is not None:
+            self._watch.close()
         if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            end_group(rank=self.rank, log=self.log)
 
     def __enter__(self) -> Self:
         return self
@@ -280,11 +294,15 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         """Let ranks that wait for this one know that it failed, unless it only passes on another's failure."""
         if self.world_size == 1 or isinstance(error, PeerError):
             return
-        self._rank_failed(self.rank, f"{type(error).__name__}: {error}")
+        # The others have their own view of what each rank did last, which fills the lines after the first.
+        line = f"{type(error).__name__}: {error}".partition(WHAT_RANKS_DID)[0]
+        self._rank_failed(self.rank, line)
+        if self._watch is not None:
+            self._watch.failed(error)
         try:
-            self._control.report_failure(f"{type(error).__name__}: {error}")
-        except RuntimeError as lost:  # the store is gone with its host: the others know already
-            self.log.debug("failure.unreported", error=str(error), reason=str(lost))
+            self._control.report_failure(line)
+        except CommunicationError as lost:  # the store is gone with its host: the others know already
+            self.log.debug("failure.unreported", error=line, reason=str(lost))
 
     def plan_built(self, plan: Plan) -> None:
         """Note a plan that all ranks agreed on and tell the observers."""
@@ -338,13 +356,21 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         return {name: Field(value=value, fix=fix) for name, (value, fix) in values.items()}
 
     def _record(self, directory: Path) -> Recording:
+        return Recording(directory, rank=self.rank, world_size=self.world_size, about=self._about())
+
+    def _report_to(self, directory: Path | None) -> None:
+        if self._watch is not None:
+            versions = {"shardrt": shardrt.__version__, "torch": torch.__version__, "python": platform.python_version()}
+            self._watch.directory = directory
+            self._watch.about.update(self._about(), timeout=self._membership.control.timeout, versions=versions)
+
+    def _about(self) -> dict[str, Any]:
         chosen = self._chosen.described
-        about = {
+        return {
             "schedule": chosen["schedule"],
             "backend": {**chosen["backend"], "name": self._chosen.backend.name},
             "partitioner": chosen["partitioner"],
         }
-        return Recording(directory, rank=self.rank, world_size=self.world_size, about=about)
 
     def _join_group(self) -> Any:
         record = self._chosen.backend_record
@@ -365,6 +391,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
                 process_group=self._process_group,
                 number=self._control.number * _COMMUNICATORS + len(self._opened),
                 timeline=self.timeline,
+                flight=self.flight,
             )
         )
         if made not in self._opened:

@@ -161,7 +161,8 @@ class GlooCommunicator:
                     self._combine(arrivals, mine, buffer, op, average)
 
             described = f"{operation} (number {self._running} of communicator {self._group.number})"
-            finishing.append(self._finisher().submit(described, add_up, bytes=buffer.nbytes))
+            record = self._thread.hand_over()
+            finishing.append(self._finisher().submit(described, add_up, record=record, bytes=buffer.nbytes))
 
         posting = self._submit(operation, post, buffer.nbytes)
         return FollowedWork([posting], then=lambda: finishing[0].wait())
@@ -179,6 +180,7 @@ class GlooCommunicator:
             control=self._group.control,
             abort=self._close_connections,
             timeline=self._group.timeline,
+            flight=self._group.flight,
         )
 
     def _submit(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
@@ -329,10 +331,12 @@ class GlooCommunicator:
                 if took > 0.9 * self._group.timeout
                 else f"failed after {took:.1f} s: {str(error).splitlines()[0]}; see why rank {peer} ended"
             )
-            raise CommunicationError(
+            failure = CommunicationError(
                 f"rank {self.rank}: {operation} (number {number} of communicator {self._group.number}) "
                 f"{direction} rank {peer} {what}, or raise Runtime(timeout=...)"
-            ) from error
+            )
+            failure.ranks = (peer,)
+            raise failure from error
 
     def _tag(self, operation: str, tensor: torch.Tensor) -> int:
         """Only messages of the same operation, of the same number and size, ever meet.

@@ -51,6 +51,9 @@ class ReferenceCommunicator:
         self.capabilities = Capabilities()
         self.traffic = Traffic()
         self._control = group.control
+        self._flight = group.flight
+        self._number = group.number
+        self._issued = 0
         self._gatherer = Gatherer(group, self.traffic)
 
     def reduce_scatter(
@@ -65,7 +68,7 @@ class ReferenceCommunicator:
             result = run_of(buffer, splits, self.rank) if output is None else output
             result.detach().copy_(_reduce([run_of(one, splits, self.rank) for one in inputs], "sum", average))
 
-        return self._settle(compute)
+        return self._settle("reduce_scatter", buffer.nbytes, compute)
 
     def all_gather(self, buffer: Tensor, splits: Sequence[int]) -> SettledWork:
         """Gather all buffers, take each run from its owner's."""
@@ -75,7 +78,7 @@ class ReferenceCommunicator:
             for owner, one in enumerate(self._gatherer.gather("all_gather", buffer)):
                 run_of(buffer.detach(), splits, owner).copy_(run_of(one, splits, owner))
 
-        return self._settle(compute)
+        return self._settle("all_gather", buffer.nbytes, compute)
 
     def all_reduce(self, buffer: Tensor, *, op: ReduceOp = "sum", average: bool = False) -> SettledWork:
         """Gather all buffers and reduce them in rank order."""
@@ -85,7 +88,7 @@ class ReferenceCommunicator:
         def compute() -> None:
             buffer.detach().copy_(_reduce(self._gatherer.gather("all_reduce", buffer), op, average))
 
-        return self._settle(compute)
+        return self._settle("all_reduce", buffer.nbytes, compute)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> SettledWork:
         """Gather everything that anyone sends, pick what is meant for this rank."""
@@ -95,7 +98,7 @@ class ReferenceCommunicator:
             for place, one in zip(received, self._gatherer.gather_addressed("all_to_all", received, sent), strict=True):
                 place.detach().copy_(one)
 
-        return self._settle(compute)
+        return self._settle("all_to_all", sum(one.nbytes for one in sent), compute)
 
     def broadcast(self, buffer: Tensor, source: int) -> SettledWork:
         """Gather all buffers, keep the source's."""
@@ -105,11 +108,11 @@ class ReferenceCommunicator:
         def compute() -> None:
             buffer.detach().copy_(self._gatherer.gather("broadcast", buffer)[source])
 
-        return self._settle(compute)
+        return self._settle("broadcast", buffer.nbytes, compute)
 
     def barrier(self) -> None:
         """Nobody has everyone's headers before everyone has called."""
-        self._gatherer.gather_headers("barrier")
+        self._settle("barrier", 0, lambda: self._gatherer.gather_headers("barrier")).wait()
 
     def exchange(self, topic: str, value: Any) -> list[Any]:
         """Through the group's control channel."""
@@ -118,12 +121,21 @@ class ReferenceCommunicator:
     def close(self) -> None:
         """The process group belongs to whoever made it, and there is nothing else."""
 
-    def _settle(self, compute: Callable[[], None]) -> SettledWork:
+    def _settle(self, operation: str, nbytes: int, compute: Callable[[], None]) -> SettledWork:
+        record, failure = None, None
+        if self._flight is not None:
+            self._issued += 1
+            record = self._flight.issue(operation, communicator=self._number, number=self._issued, nbytes=nbytes)
+            record.start()
         try:
             compute()
         except CommunicationError as error:
-            return SettledWork(error)
-        return SettledWork()
+            failure = error
+        if record is not None:
+            record.finish(failure)
+            if failure is not None and self._flight is not None:
+                self._flight.explain(failure)
+        return SettledWork(failure)
 
 
 def _reduce(inputs: Sequence[Tensor], op: ReduceOp, average: bool) -> Tensor:

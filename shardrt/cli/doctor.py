@@ -25,13 +25,22 @@ _SMALL_SHARED_MEMORY = 2**30
 @click.option(
     "--patience", default=120.0, show_default=True, type=click.FloatRange(min=1), help="Seconds without news."
 )
+@click.option("--hang", "reports", default=None, metavar="DIR", help="Explain the hang reports in DIR instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 @click.pass_context
-def doctor(ctx: click.Context, smoke: bool, patience: float, as_json: bool) -> None:
+def doctor(ctx: click.Context, smoke: bool, patience: float, reports: str | None, as_json: bool) -> None:
     """Find out what works here, and what would make the rest work.
 
     Exits with 1 if plugins cannot be loaded together or if the smoke test fails.
+
+    With --hang DIR, explain instead what ranks wrote there when a wait failed (Runtime(hang_reports=DIR) or the
+    variable SHARDRT_HANG_DIR): who waited for whom, where ranks parted, the likely cause and what to do.
     """
+    if reports is not None:
+        from shardrt.cli.hang import explain_directory
+
+        explain_directory(reports, as_json=as_json)
+        return
     with contextlib.redirect_stdout(sys.stderr):
         document = examine()
     if not as_json:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardrt.comm.capabilities import Capabilities
+    from shardrt.flight import FlightRecorder, Operation
     from shardrt.protocols import Group, ReduceOp, Work
     from shardrt.timeline import Timeline
 
@@ -73,6 +74,7 @@ class CollectiveCommunicator:
         self._group = group
         self._ops = ops
         self._pack = pack_all_to_all
+        self._issued = 0
         self._scratch = ScratchPool()
         # Named so since torch 2.13, which warns at the older names; a vendor's fork of torch may have only those.
         self._reduce_scatter = getattr(ops, "reduce_scatter_single", None) or ops.reduce_scatter_tensor
@@ -180,11 +182,21 @@ class CollectiveCommunicator:
         if timeline is not None:
             details = {"sent": sent, "communicator": self._group.number, **timeline.noted()}
             span = _Span(timeline, time.perf_counter(), details)
+        record = None
+        if self._group.flight is not None:
+            self._issued += 1
+            flight, number = self._group.flight, self._issued
+            issued = flight.issue(operation, communicator=self._group.number, number=number, nbytes=max(sent, received))
+            issued.start()
+            record = _Recorded(flight, issued)
         try:
             handle = issue()
         except (RuntimeError, ValueError) as error:
-            raise _failed(operation, where, error) from error
-        return _HandleWork(handle, operation, where, limit, span)
+            failure = _failed(operation, where, error)
+            if record is not None:
+                record.end(failure)
+            raise failure from error
+        return _HandleWork(handle, operation, where, limit, span, record)
 
     def _check(self, operation: str, buffer: Tensor) -> None:
         support = getattr(self.capabilities, operation)
@@ -232,15 +244,37 @@ class _Span:
         self.timeline.operation(operation, self.started, ended, self.details)
 
 
+@attrs.frozen
+class _Recorded:
+    """An operation among the last ones of this rank, as the host sees it."""
+
+    flight: FlightRecorder
+    operation: Operation
+
+    def end(self, error: CommunicationError | None) -> None:
+        self.operation.finish(error)
+        if error is not None:
+            self.flight.explain(error)
+
+
 class _HandleWork:
     """One asynchronous operation of torch's. Waits once: some backends block for ever when asked again."""
 
-    def __init__(self, handle: Any, operation: str, where: str, limit: float | None, span: _Span | None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        operation: str,
+        where: str,
+        limit: float | None,
+        span: _Span | None,
+        record: _Recorded | None,
+    ) -> None:
         self._handle = handle
         self._operation = operation
         self._where = where
         self._limit = limit
         self._span = span
+        self._record = record
         self._failure: CommunicationError | None = None
         self._lock = threading.Lock()
 
@@ -263,6 +297,8 @@ class _HandleWork:
             finally:
                 if self._span is not None:
                     self._span.end(self._operation, waited_from)
+                if self._record is not None:
+                    self._record.end(self._failure)
 
 
 def _failed(operation: str, where: str, error: Exception) -> CommunicationError:

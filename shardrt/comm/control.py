@@ -13,15 +13,26 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shardrt.comm.bounded import BoundedStore
+from shardrt.comm.meeting import meet, missing_ranks
 from shardrt.errors import CommunicationError, HandshakeError, PeerError
+from shardrt.flight.heartbeat import beat_key, checked_beat
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from shardrt.flight import FlightRecorder
+
 _LOOK_FOR_FAILURES_SECONDS = 0.5
 """How often a waiting rank looks whether another one has reported a failure."""
+_LOOK_SECONDS = 2.0
+"""How long a look may take: a store that does not answer must not keep a waiting rank from its own timeout."""
 _GRACE_SECONDS = 5.0
 """How much longer than rank 0 the others wait, so that they hear from it who is missing."""
+
+
+_CHANNELS = 1_000_000
+"""Numbers that the channels beside one have before those beside the next begin."""
 
 
 class LocalControl:
@@ -37,6 +48,7 @@ class LocalControl:
     world_size = 1
     number = 0
     failed = False
+    timeout = 0.0
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """The value as the others would see it: through JSON and back."""
@@ -66,27 +78,51 @@ class StoreControl:
     def __init__(
         self, store: Store, *, rank: int, world_size: int, timeout: float, parent: StoreControl | None = None
     ) -> None:
-        """Failures that are reported on the ``parent`` end waits on this channel too."""
+        """With a ``parent`` a channel beside it; failures that are reported there end waits on this one too."""
         self._parent = parent
+        self._children = 0
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
-        self._store = store
-        # Counted in the store rather than in the process: the n-th channel a rank opens on a store meets the n-th
-        # channel of every other rank, whatever else lives in its process.
-        self.number: int = store.add(f"shardrt/channels/{rank}", 1)
-        self._prefix = f"shardrt/{self.number}"
+        self.store = store
+        self.flight: FlightRecorder | None = None
+        """Where exchanges are recorded, and who adds to errors what the other ranks did last."""
+        self.number: int
+        if parent is None:
+            self._store = BoundedStore(store, rank=rank, timeout=timeout)
+            self.number = meet(self._store, rank=rank, world_size=world_size, timeout=timeout, topic="Runtime")
+            self.prefix = f"shardrt/{self.number}"
+        else:  # those who have met count together
+            self._store, self.flight = parent._store, parent.flight
+            self.number = parent.number * _CHANNELS + parent._children
+            self.prefix = f"{parent.prefix}/beside/{parent._children}"
         self._exchanges = 0
         self.failed = False
         self._on_failure: Callable[[int, str], None] | None = None
 
     def another(self) -> StoreControl:
         """A channel for a conversation of its own, beside this one. Every rank opens it at the same point."""
-        return StoreControl(self._store, rank=self.rank, world_size=self.world_size, timeout=self.timeout, parent=self)
+        self._children += 1
+        return StoreControl(self.store, rank=self.rank, world_size=self.world_size, timeout=self.timeout, parent=self)
 
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """Every rank's value, in rank order; see :class:`shardrt.protocols.ControlChannel`."""
         self._exchanges += 1
+        flight = self.flight
+        if flight is None:
+            return self._exchange(topic, value, timeout, to_all)
+        operation = flight.issue("exchange", communicator=self.number, number=self._exchanges, topic=topic)
+        operation.start()
+        try:
+            values = self._exchange(topic, value, timeout, to_all)
+        except BaseException as error:
+            operation.finish(error)
+            flight.explain(error)
+            raise
+        operation.finish()
+        return values
+
+    def _exchange(self, topic: str, value: Any, timeout: float | None, to_all: bool) -> list[Any]:
         own_key = self._key(self.rank)
         self._store.set(own_key, json.dumps({"topic": topic, "world_size": self.world_size, "value": value}))
         limit = self.timeout if timeout is None else timeout
@@ -98,27 +134,47 @@ class StoreControl:
         self._check_same_call(messages)
         return [message["value"] for message in messages]
 
+    def heard(self, seconds: float) -> dict[int, dict[str, Any]]:
+        """The last words of all ranks, as far as the store tells them within so many seconds."""
+        deadline = time.monotonic() + seconds
+        found = {}
+        for rank in range(self.world_size):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            try:
+                data = self._store.read(beat_key(self.prefix, rank), seconds=left)
+            except CommunicationError:  # the store is gone, or does not answer
+                break
+            beat = None if data is None else checked_beat(data)
+            if beat is not None:
+                found[rank] = beat
+        return found
+
     def report_failure(self, error: str) -> None:
         """Tell the others, who may be waiting for this rank, that it will not come."""
         self.failed = True
         # Only the first failure is kept: what follows is usually its consequence.
-        self._store.compare_set(f"{self._prefix}/failed", "", json.dumps({"rank": self.rank, "error": error}))
+        self._store.compare_set(f"{self.prefix}/failed", "", json.dumps({"rank": self.rank, "error": error}))
 
     def raise_if_peer_failed(self) -> None:
         """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
         if self._parent is not None:
             self._parent.raise_if_peer_failed()
-        key = f"{self._prefix}/failed"
         try:
-            if not self._store.check([key]):
-                return
-            note = json.loads(self._store.get(key))
-        except RuntimeError:  # the store is gone with its host: who waits learns of that by other ways
+            found = self._store.read(f"{self.prefix}/failed", seconds=_LOOK_SECONDS)
+        except CommunicationError:  # the store is gone with its host: who waits learns of that by other ways
             return
+        if found is None:
+            return
+        note = json.loads(found)
         if note["rank"] == self.rank:
             return
+        self.failed = True  # what is still under way need not be waited for
         self.peer_failed(note["rank"], note["error"])
-        raise PeerError(f"rank {self.rank} stops because rank {note['rank']} failed: {note['error']}")
+        error = PeerError(f"rank {self.rank} stops because rank {note['rank']} failed: {note['error']}")
+        if self.flight is not None:
+            self.flight.explain(error)
+        raise error
 
     def on_failure(self, callback: Callable[[int, str], None]) -> None:
         """Call back with rank and error before a peer's failure is raised."""
@@ -130,7 +186,7 @@ class StoreControl:
             self._on_failure(rank, error)
 
     def _key(self, who: int | str, exchange: int | None = None) -> str:
-        return f"{self._prefix}/{self._exchanges if exchange is None else exchange}/{who}"
+        return f"{self.prefix}/{self._exchanges if exchange is None else exchange}/{who}"
 
     def _collect(self, limit: float, to_all: bool) -> dict[str, Any]:
         keys = [self._key(rank) for rank in range(self.world_size)]
@@ -159,7 +215,7 @@ class StoreControl:
         deadline = time.monotonic() + limit
         next_look = time.monotonic() + _LOOK_FOR_FAILURES_SECONDS
         pause = 0.0005
-        while not self._present(keys):
+        while not self._store.check(keys):
             now = time.monotonic()
             if now >= deadline:
                 return False
@@ -170,24 +226,11 @@ class StoreControl:
             pause = min(pause * 1.5, 0.05)
         return True
 
-    def _present(self, keys: list[str]) -> bool:
-        try:
-            return self._store.check(keys)
-        except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
-            raise CommunicationError(
-                f"rank {self.rank} lost the group's store, which lives in the launcher or in rank 0: {error}; "
-                "look at that process's output for why it ended"
-            ) from error
-
     def _raise_missing(self, topic: str, missing: list[int], limit: float) -> None:
-        who = ", ".join(str(rank) for rank in missing)
+        self.failed = True
         for rank in missing:
             self.peer_failed(rank, f"did not arrive at {topic!r} within {limit:g} s")
-        raise CommunicationError(
-            f"rank {self.rank} waited {limit:g} s at {topic!r} for rank{'s' if len(missing) > 1 else ''} {who} "
-            f"of {self.world_size}; every rank must make the same calls in the same order: see whether it ended, is "
-            "stuck elsewhere or skips this call, or raise Runtime(timeout=...)"
-        )
+        raise missing_ranks(topic, missing, rank=self.rank, world_size=self.world_size, limit=limit)
 
     def _check_same_call(self, messages: list[dict[str, Any]]) -> None:
         sizes = [*(message["world_size"] for message in messages), self.world_size]

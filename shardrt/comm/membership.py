@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from shardrt.comm.bounded import within
 from shardrt.comm.control import LocalControl, StoreControl
 from shardrt.errors import CommunicationError, ConfigError
 from shardrt.registry.records import BackendRecord
 
+_GRACE_SECONDS = 5.0
+"""How much longer than torch's own timeout a call of torch may take, so that torch's error is the one that is heard."""
+_END_SECONDS = 10.0
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -74,8 +78,11 @@ def _from_launcher(environ: Mapping[str, str], timeout: float) -> Membership:
         )
     rank, world_size = _whole_number(environ, "RANK"), _whole_number(environ, "WORLD_SIZE")
     try:
-        store, rank, world_size = next(
-            rendezvous("env://", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+        store, rank, world_size = within(
+            timeout + _GRACE_SECONDS,
+            "meeting the other ranks at the launcher's address",
+            lambda: next(rendezvous("env://", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))),
+            rank=rank,
         )
     except RuntimeError as error:  # torch's DistNetworkError and DistStoreError
         raise CommunicationError(
@@ -105,15 +112,32 @@ def start_group(membership: Membership, record: BackendRecord, *, timeout: float
         return None
     if record.prepare is not None:
         record.prepare()
-    dist.init_process_group(
-        record.process_group,
-        # Numbered: a second group on the launcher's store must not meet the keys that the first has left there.
-        store=PrefixStore(f"shardrt_group/{membership.control.number}", membership.store),
-        rank=membership.rank,
-        world_size=membership.world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def start() -> None:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # which one is in use is each thread's own business
+        dist.init_process_group(
+            record.process_group,
+            # Numbered: a second group on the launcher's store must not meet the keys that the first has left there.
+            store=PrefixStore(f"shardrt_group/{membership.control.number}", membership.store),
+            rank=membership.rank,
+            world_size=membership.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+    what = f"starting a {record.process_group} process group"
+    within(timeout + _GRACE_SECONDS, what, start, rank=membership.rank)
     return dist.group.WORLD
+
+
+def end_group(*, rank: int, log: Any) -> None:
+    """Destroy the process group that the runtime started. One that waits for operations of lost peers is left alone:
+    the end of the process ends it."""
+    try:
+        within(_END_SECONDS, "ending the process group", dist.destroy_process_group, rank=rank)
+    except CommunicationError as error:
+        log.warning("process_group.left", reason=str(error))
 
 
 def check_group_fits(process_group: Any, record: BackendRecord, origin: str) -> None:

@@ -18,6 +18,7 @@ from shardrt.errors import CommunicationError, PeerError, ShardrtError
 from shardrt.protocols import ControlChannel
 
 if TYPE_CHECKING:
+    from shardrt.flight import FlightRecorder, Operation
     from shardrt.timeline import Timeline
 
 _LOOK_FOR_FAILURES_SECONDS = 0.5
@@ -32,6 +33,8 @@ class ThreadedWork:
         self.operation = operation
         self.details = details
         """What a timeline shows of it; None where nothing is recorded."""
+        self.record: Operation | None = None
+        """Its entry among the last operations of this rank; None where nobody keeps them."""
         self.error: BaseException | None = None
         self._owner = owner
         self._done = threading.Event()
@@ -47,6 +50,7 @@ class ThreadedWork:
             self._owner.wait_for(self._done, self.operation)
         if self.error is not None:
             self._owner.look_for_cause()
+            self._owner.explain(self.error)
             raise self.error
 
 
@@ -62,10 +66,12 @@ class OperationThread:
         control: ControlChannel,
         abort: Callable[[], None] | None = None,
         timeline: Timeline | None = None,
+        flight: FlightRecorder | None = None,
     ) -> None:
         """``abort`` ends whatever operation is under way; called when nobody waits for it any more.
 
-        Operations and waits are recorded in the ``timeline``, if there is one.
+        Operations and waits are recorded in the ``timeline``, and among the last operations that ``flight`` keeps, if
+        there are such.
         """
         self._rank = rank
         self._timeout = timeout
@@ -79,20 +85,55 @@ class OperationThread:
         self._looked_for_cause = False
         self._abort = abort
         self._timeline = timeline
+        self._flight = flight
+        self._under_way: ThreadedWork | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         # A thread that is still inside the network layer when the interpreter ends would take the process down with it.
         atexit.register(self._leave)
 
-    def submit(self, operation: str, run: Callable[[], None], **details: Any) -> ThreadedWork:
-        """Queue an operation. Its kind is the first word of its description; ``details`` are for the timeline."""
+    def submit(
+        self,
+        operation: str,
+        run: Callable[[], None],
+        *,
+        communicator: int = 0,
+        number: int = 0,
+        record: Operation | None = None,
+        **details: Any,
+    ) -> ThreadedWork:
+        """Queue an operation. Its kind is the first word of its description; ``details`` are for the timeline.
+
+        The numbers of ``communicator`` and operation tell ranks which operations belong together. ``record`` is for
+        the rest of an operation that began on another thread: what :meth:`hand_over` returned there.
+        """
         if self._closed:
             raise CommunicationError(f"rank {self._rank}: {operation} on a communicator that was closed")
         work = ThreadedWork(self, operation)
+        if record is not None:
+            work.record = record
+        elif self._flight is not None:
+            kind = operation.partition(" ")[0]
+            work.record = self._flight.issue(
+                kind, communicator=communicator, number=number, nbytes=details.get("bytes", 0)
+            )
+        if communicator and record is None:
+            details |= {"communicator": communicator, "number": number}
         if self._timeline is not None:
             work.details = {**details, **self._timeline.noted()}
         self._queue.put((work, run))
         return work
+
+    def hand_over(self) -> Operation | None:
+        """Called from inside an operation that another thread is going to end: what that one is to go on recording."""
+        assert self._under_way is not None
+        record, self._under_way.record = self._under_way.record, None
+        return record
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an error that is about to be raised what the other ranks did last, if anybody knows."""
+        if self._flight is not None:
+            self._flight.explain(error)
 
     def note_progress(self) -> None:
         """Called from inside a long operation: something has arrived, so waiting on is worth while."""
@@ -117,14 +158,16 @@ class OperationThread:
             self._given_up = True  # unless the operation is still worth waiting for after these two looks
             try:
                 self._control.raise_if_peer_failed()
-            except PeerError as error:
-                self._given_up_for = error
+            except PeerError as failure:
+                self._given_up_for = failure
                 raise
             if time.monotonic() - max(started, self._progress) > self._timeout + _GRACE_SECONDS:
-                raise CommunicationError(
+                error = CommunicationError(
                     f"rank {self._rank}: {operation} did not finish within {self._timeout:g} s; a peer is stuck or "
                     "gone; look at the other ranks, or raise Runtime(timeout=...)"
                 )
+                self.explain(error)
+                raise error
             self._given_up = False
 
     def look_for_cause(self) -> None:
@@ -162,9 +205,16 @@ class OperationThread:
         with torch.no_grad():  # the grad mode is per thread
             while (item := self._queue.get()) is not None:
                 work, run = item
-                work.finish(self._attempt(work.operation, run if work.details is None else self._recorded(work, run)))
+                self._under_way = work
+                if work.record is not None:
+                    work.record.start()
+                error = self._attempt(work.operation, run if work.details is None else self._recorded(work, run))
+                if work.record is not None:
+                    work.record.finish(error)
+                work.finish(error)
                 # A closure kept until the next operation arrives would keep its buffers alive.
-                del item, work, run
+                self._under_way = None
+                del item, work, run, error
 
     def _recorded(self, work: ThreadedWork, run: Callable[[], None]) -> Callable[[], None]:
         def recorded() -> None:
@@ -181,7 +231,8 @@ class OperationThread:
     def _attempt(self, operation: str, run: Callable[[], None]) -> BaseException | None:
         if self._broken is not None:
             return CommunicationError(
-                f"rank {self._rank}: {operation} was not started, since an earlier operation failed: {self._broken}"
+                f"rank {self._rank}: {operation} was not started, since an earlier operation failed: "
+                f"{str(self._broken).partition(chr(10))[0]}"
             )
         self._progress = time.monotonic()
         try:

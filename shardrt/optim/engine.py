@@ -12,6 +12,7 @@ import torch
 from shardrt.comm.waiting import start_and_wait
 from shardrt.comm.works import FinishedWork, FollowedWork
 from shardrt.errors import OptimizerError
+from shardrt.flight.recorder import noted
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers, frozen_shard
 from shardrt.optim.gradients import (
@@ -102,7 +103,9 @@ class BucketEngine:
         reduction = at_work.reduction
         if reduction is None:
             with self._noting(bucket):
+                noted.bucket = bucket
                 reduction = at_work.reduction = self._start_reduction(at_work)
+                noted.bucket = None
             at_work.note_gradients()
         else:
             self._refuse_changed(at_work)
@@ -228,7 +231,9 @@ class BucketEngine:
         # Bytes that arrive change parameters as an optimizer's step does: autograd must know.
         torch.autograd.graph.increment_version([slot.param.tensor for slot in buffers.slots])
         with self._noting(bucket):
+            noted.bucket = bucket
             gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
+            noted.bucket = None
         return FollowedWork([gathering], then=buffers.store_staged) if buffers.staged else gathering
 
     def gather_for_readers(self, bucket: int) -> None:

@@ -46,6 +46,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     def _finished(self, started: float) -> None:
         self._steps += 1
+        if self._runtime.flight is not None:
+            self._runtime.flight.step += 1
         if self._observers:
             seconds = time.perf_counter() - started
             for observe in self._observers:

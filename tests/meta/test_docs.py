@@ -211,6 +211,7 @@ PUBLIC_MODULES = [
     "shardrt.comm",
     "shardrt.compat",
     "shardrt.testing",
+    "shardrt.flight",
     "shardrt.timeline",
     "shardrt.registry",
     "shardrt.optim",

@@ -28,7 +28,7 @@ LAYERS = (
     ("plan",),
     ("protocols",),
     ("registry",),
-    ("config", "log", "handshake", "timeline"),
+    ("config", "log", "handshake", "timeline", "flight"),
     ("comm",),
     ("optim", "choosing"),
     ("state",),

@@ -13,7 +13,7 @@ import pytest
 from shardrt.config import Choice, RuntimeConfig
 from shardrt.errors import ConfigError
 
-KNOWN = "backend, bucket_mb, device, partitioner, schedule, timeline, timeout"
+KNOWN = "backend, bucket_mb, device, hang_reports, partitioner, schedule, timeline, timeout"
 
 
 def test_defaults() -> None:
@@ -61,6 +61,7 @@ def test_json_goes_there_and_back() -> None:
         "bucket_mb": 25.0,
         "timeout": 300.0,
         "timeline": None,
+        "hang_reports": None,
     }
 
 
