@@ -55,9 +55,11 @@ def _packed(value: Any) -> Any:
 def _take_over(group: dict[str, Any], key: str, packed: Any) -> None:
     if isinstance(packed, dict) and "own" in packed:
         return
+    if key in group and _packed(group[key]) == packed:
+        return
     value, held = unpack(packed), group.get(key)
     if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.shape == value.shape:
         with torch.no_grad():
             held.copy_(value)  # the user may hold it too
-    elif held != value:
+    else:
         group[key] = value

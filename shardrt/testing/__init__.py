@@ -15,10 +15,16 @@ from shardrt.testing.outcome import Outcome, RankFailure
 from shardrt.testing.pool import RankPool
 
 if TYPE_CHECKING:
-    from shardrt.testing.conformance import BackendConformance, PartitionerConformance, ScheduleConformance
+    from shardrt.testing.conformance import (
+        BackendConformance,
+        JoinPolicyConformance,
+        PartitionerConformance,
+        ScheduleConformance,
+    )
 
 __all__ = [
     "BackendConformance",
+    "JoinPolicyConformance",
     "Outcome",
     "PartitionerConformance",
     "RankFailure",
@@ -29,7 +35,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The kit needs pytest, which workers and users of the pool alone do not have to have.
-    if name in ("BackendConformance", "PartitionerConformance", "ScheduleConformance"):
+    if name in ("BackendConformance", "JoinPolicyConformance", "PartitionerConformance", "ScheduleConformance"):
         from shardrt.testing import conformance
 
         return getattr(conformance, name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardrt.testing.conformance.backend import BackendConformance
+from shardrt.testing.conformance.join_policy import JoinPolicyConformance
 from shardrt.testing.conformance.partitioner import PartitionerConformance
 from shardrt.testing.conformance.schedule import ScheduleConformance
 
-__all__ = ["BackendConformance", "PartitionerConformance", "ScheduleConformance"]
+__all__ = ["BackendConformance", "JoinPolicyConformance", "PartitionerConformance", "ScheduleConformance"]
