@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardrt import JoinPolicyRecord, hookimpl
 
-SHARDRT_HOOK_VERSION = "1.0"
+SHARDRT_HOOK_VERSION = "1.1"
 
 
 @hookimpl

@@ -18,16 +18,15 @@ TOLERANCE = 5e-6
 """DDP divides each rank's gradient before it adds them."""
 
 
-def in_torchs_join(batches: list[int], order: str, by_active: bool) -> dict[str, Any]:
-    """As torch's documentation shows it, with a scheduler that steps per batch, and an even epoch afterwards."""
+def in_torchs_join(batches: list[int], by_active: bool) -> dict[str, Any]:
+    """As torch's documentation shows it, with a scheduler that steps per batch."""
     ours, theirs = twins(Layers)
     rank = torch.distributed.get_rank()
     ddp = DistributedDataParallel(ours, gradient_as_bucket_view=True)
     zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-2)
     plain = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (zero, plain)]
-    joinables: list[Any] = [ddp, zero] if order == "ddp first" else [zero, ddp]
-    with Join(joinables, divide_by_initial_world_size=not by_active):
+    with Join([ddp, zero], divide_by_initial_world_size=not by_active):
         for step in range(batches[rank]):
             loss_of(ddp, step, rank).backward()
             zero.step()
@@ -50,7 +49,7 @@ def in_torchs_join(batches: list[int], order: str, by_active: bool) -> dict[str,
 @pytest.mark.parametrize("by_active", [False, True])
 def test_torchs_join_with_ddp_and_zero(ranks: RankPool, by_active: bool) -> None:
     for batches in ([3, 7, 7, 11], [0, 2, 4, 1]):
-        found = ranks.run(in_torchs_join, ranks=4, batches=batches, order="ddp first", by_active=by_active)
+        found = ranks.run(in_torchs_join, ranks=4, batches=batches, by_active=by_active)
         assert max(one["difference"] for one in found) <= TOLERANCE
         assert all(one["moved"] > 0.01 and one["steps"] == max(batches) for one in found)
 
