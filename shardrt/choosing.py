@@ -13,7 +13,7 @@ from shardrt.comm.availability import choose_backend, require_available
 from shardrt.comm.membership import Membership, check_group_fits
 from shardrt.config import Choice
 from shardrt.errors import ConfigError, PluginError
-from shardrt.protocols import Communicator, Group, Partitioner, Place, Schedule, StateFormat
+from shardrt.protocols import Communicator, Group, JoinPolicy, Partitioner, Place, Schedule, StateFormat
 from shardrt.registry import BackendRecord, Registry
 
 
@@ -75,13 +75,19 @@ def choose(
         state_format=_make("state_format", state_format, registry.state_formats.get, StateFormat),
         make_place=choose_place(registry, place),
         described={
-            "partitioner": _described(partitioner),
-            "schedule": _described(schedule),
-            "backend": {**_described(backend), "chosen": chosen.name},
-            "state_format": _described(state_format),
-            "place": _described(place),
+            "partitioner": described(partitioner),
+            "schedule": described(schedule),
+            "backend": {**described(backend), "chosen": chosen.name},
+            "state_format": described(state_format),
+            "place": described(place),
         },
     )
+
+
+def choose_join_policy(registry: Registry, given: Any) -> JoinPolicy:
+    """The policy of a name, of a mapping of a name and options, or given as it is."""
+    made: JoinPolicy = _make("join policy", given, registry.join_policies.get, JoinPolicy)
+    return made
 
 
 def _check_device_type(registry: Registry, device_type: str) -> None:
@@ -196,7 +202,8 @@ def _from_instance(given: Any, membership: Membership) -> ChosenBackend:
     return ChosenBackend(name=name, record=None, make=lambda _: given, reason=f"the {name} it was given")
 
 
-def _described(given: Any) -> dict[str, Any]:
+def described(given: Any) -> dict[str, Any]:
+    """How a plugin was chosen, in a form that ranks can compare."""
     if isinstance(given, (str, Mapping, Choice)):
         return Choice.parse("plugin", given).to_json()
     kind = type(given)

@@ -11,12 +11,15 @@ import torch
 
 from shardrt.errors import ConfigError
 from shardrt.handshake import Field
+from shardrt.joining.block import JoinBlock
+from shardrt.joining.opening import open_block
 from shardrt.optim.clip import clip_by_norm, clip_by_value, covering
 from shardrt.optim.ddp import CommHook, bucket_hook
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
 from shardrt.protocols import Communicator
+from shardrt.registry import Registry
 
 _ATTACHED = "_shardrt_attached"
 
@@ -28,10 +31,21 @@ class LoopCalls:
     world_size: int
     timeout: float
     device_type: str
+    registry: Registry
     _optimizers: list[weakref.ref[ManagedOptimizer]]
+    _joining: JoinBlock | None = None
+    _roll_calls: Communicator | None = None
 
     def negotiate(self, dtypes: Iterable[str]) -> Communicator:
         """See :meth:`shardrt.Runtime.negotiate`."""
+        raise NotImplementedError
+
+    def open_communicator(self, dtypes: Iterable[str]) -> Communicator | None:
+        """See :meth:`shardrt.Runtime.open_communicator`."""
+        raise NotImplementedError
+
+    def telling_peers(self) -> AbstractContextManager[None]:
+        """See :meth:`shardrt.Runtime.telling_peers`."""
         raise NotImplementedError
 
     def agreeing(self, topic: str) -> AbstractContextManager[dict[str, Field]]:
@@ -76,15 +90,15 @@ class LoopCalls:
             True
         """
         self._check_open()
-        return clip_by_norm(
-            target,
-            self.living_optimizers(),
-            self.negotiate(()),
-            device_type=self.device_type,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        covered = covering(target, self.living_optimizers())
+        numbers: dict[str, Any] = {
+            "max_norm": max_norm,
+            "norm_type": norm_type,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        if self._joining is not None:
+            self._joining.announce_clipping("clip_norm", covered, **numbers)
+        return clip_by_norm(covered, self.negotiate(()), device_type=self.device_type, **numbers)
 
     def clip_grad_value_(self, target: torch.nn.Module | torch.optim.Optimizer, clip_value: float) -> None:
         """Clamp every element of the reduced gradient to ``[-clip_value, clip_value]``, between backward and step.
@@ -102,13 +116,10 @@ class LoopCalls:
             tensor([0.5000, 0.5000, 0.5000, 0.5000])
         """
         self._check_open()
-        clip_by_value(
-            target,
-            self.living_optimizers(),
-            self.negotiate(()),
-            device_type=self.device_type,
-            clip_value=clip_value,
-        )
+        covered = covering(target, self.living_optimizers())
+        if self._joining is not None:
+            self._joining.announce_clipping("clip_value", covered, clip_value=clip_value)
+        clip_by_value(covered, self.negotiate(()), device_type=self.device_type, clip_value=clip_value)
 
     def attach(
         self,
@@ -164,7 +175,7 @@ class LoopCalls:
             >>> opt.step()
             >>> rt.finish(opt)
         """
-        for optimizer in self._optimizers_of(target):
+        for optimizer in self.optimizers_of(target):
             optimizer.finish()
 
     @contextmanager
@@ -183,7 +194,7 @@ class LoopCalls:
             >>> model(torch.ones(1, 4)).sum().backward()
             >>> opt.step()
         """
-        watches = [made.watch for made in self._optimizers_of(target) if isinstance(made, ShardedOptimizer)]
+        watches = [made.watch for made in self.optimizers_of(target) if isinstance(made, ShardedOptimizer)]
         paused = [watch for watch in watches if watch is not None and not watch.paused]
         for watch in paused:
             watch.paused = True
@@ -193,6 +204,50 @@ class LoopCalls:
             for watch in paused:
                 watch.paused = False
 
+    def join(
+        self,
+        *targets: torch.nn.Module | torch.optim.Optimizer,
+        policy: Any = "active",
+        carry: Sequence[Any] = (),
+    ) -> AbstractContextManager[None]:
+        """A block in which ranks train together though they have different numbers of batches.
+
+        ``targets`` are the optimizers of this runtime that the loop steps, or modules that they train; with attached
+        DistributedDataParallel modules either will do. A rank whose loop has ended takes part in the others' updates
+        at the end of the block, until nobody has batches left. ``policy`` is a name, a mapping of a name and options,
+        or an instance: ``"active"`` averages gradients over the ranks that still have batches, ``"all"`` over all
+        ranks, ``"shortest"`` ends the block for all once one has run out. ``carry`` are objects with ``state_dict`` and
+        ``load_state_dict``, such as schedulers that step per batch, whose state all take from a rank that trained
+        longest. An exception on one rank ends the others with an error that names it. Every rank must enter the block.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Linear(4, 4)
+            >>> rt = shardrt.Runtime()
+            >>> opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
+            >>> with rt.join(opt):
+            ...     for batch in torch.ones(3 + rt.rank, 1, 4):
+            ...         model(batch).sum().backward()
+            ...         opt.step()
+            ...         opt.zero_grad()
+        """
+        self._check_open()
+        return open_block(self, targets, policy=policy, carry=carry)
+
+    def entered_join(self, block: JoinBlock) -> None:
+        """Ranks may have uneven inputs from now on."""
+        self._joining = block
+
+    def left_join(self) -> None:
+        """The block of uneven inputs has ended."""
+        self._joining = None
+
+    def roll_call_communicator(self) -> Communicator:
+        """What roll calls go over: beside the optimizers' operations, where the backend can do two things at once."""
+        if self._roll_calls is None:
+            self._roll_calls = self.open_communicator(()) or self.negotiate(())
+        return self._roll_calls
+
     def has_optimizers(self) -> bool:
         """Whether an optimizer of this runtime is in use."""
         return bool(self.living_optimizers())
@@ -201,5 +256,6 @@ class LoopCalls:
         """Those of this runtime that are in use, the oldest first."""
         return [made for made in (reference() for reference in self._optimizers) if made is not None]
 
-    def _optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> list[ManagedOptimizer]:
+    def optimizers_of(self, target: torch.nn.Module | torch.optim.Optimizer) -> list[ManagedOptimizer]:
+        """An optimizer of this runtime itself, or those that train a module."""
         return [optimizer for optimizer, _ in covering(target, self.living_optimizers())]

@@ -188,13 +188,24 @@ class OperationThread:
         hopeless = self._given_up or self._broken is not None or self._control.failed
         self._end(patience=0.0 if hopeless else self._timeout)
 
+    def _peer_failed(self) -> bool:
+        try:
+            self._control.raise_if_peer_failed()
+        except PeerError:
+            return True
+        return False
+
     def _leave(self) -> None:
         self._end(patience=0.0)
 
     def _end(self, patience: float) -> None:
         self._closed = True
         self._queue.put(None)
-        self._thread.join(timeout=patience + 0.1)
+        deadline = time.monotonic() + patience
+        self._thread.join(timeout=0.1)
+        # Operations that nobody has waited for may be waiting for a rank that failed meanwhile.
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0 and not self._peer_failed():
+            self._thread.join(timeout=min(left, _LOOK_FOR_FAILURES_SECONDS))
         if self._thread.is_alive() and self._abort is not None:
             self._abort()
             self._thread.join(timeout=2.0)

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardrt.compat.errors import NotConsolidatedError, OverlapError, ParametersError
 from shardrt.compat.groups import find_place, timeout_of
+from shardrt.compat.uneven import UnevenSteps
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.log import rank_logger
 from shardrt.optim.engine import Gradients
 from shardrt.optim.local import LocalOptimizer, step_without_global_hooks
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, read_groups
+from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.runtime import Runtime
 
 
@@ -55,6 +57,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         _check_class(optimizer_class)
         self._sharded: ManagedOptimizer | None = None
         self._consolidated: dict[str, Any] | None = None
+        self._uneven: UnevenSteps | None = None
         self._being_set_up = True
         self.optimizer_class = optimizer_class
         self._given_defaults = defaults
@@ -168,6 +171,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 "on; make them options of the parameter groups, or bind them in a subclass of the optimizer"
             )
         if not self.overlap_with_ddp:
+            Join.notify_join_context(self)
+            if self._uneven is not None:
+                self._uneven.before_step()
             return self._sharded_step(closure)
         if hasattr(self, "found_inf"):
             raise UnsupportedError(
@@ -228,11 +234,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self.sharded.load_state_dict(state_dict)
 
     def join_hook(self, **_kwargs: Any) -> JoinHook:
-        """Refused so far: training on uneven inputs with torch's ``Join``."""
-        raise UnsupportedError(
-            "ZeroRedundancyOptimizer of shardrt cannot be used in torch's Join context yet: a rank that has run out of "
-            "inputs would leave the others waiting in step(); give every rank the same number of inputs"
-        )
+        """For torch's ``Join([ddp, zero])``: a rank that has run out of inputs takes part in the others' steps.
+
+        Keyword arguments are meant for DDP's own hook, and change nothing here. See :mod:`shardrt.compat.uneven`.
+        """
+        if self.overlap_with_ddp:
+            raise OverlapError(
+                "a ZeroRedundancyOptimizer with overlap_with_ddp=True cannot be in torch's Join context, since its "
+                "steps run inside DDP's backward; use overlap_with_ddp=False, or rt.attach(ddp, opt) and rt.join(opt)"
+            )
+        if not isinstance(self.sharded, ShardedOptimizer):
+            return JoinHook()  # there is one rank, and nobody to wait for
+
+        def ended() -> None:
+            self._uneven = None
+
+        self._uneven = UnevenSteps(self.sharded, self.runtime, step=lambda: self._sharded_step(None), ended=ended)
+        return self._uneven
 
     @property
     def join_device(self) -> torch.device:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardrt.errors import HandshakeError
 from shardrt.handshake import Field
 from shardrt.optim.digest import bit_digests
 from shardrt.optim.params import NamedGroup
@@ -90,3 +91,15 @@ def agree_on_values(runtime: Runtime, what: str, tensors: Mapping[str, torch.Ten
     with runtime.agreeing(what) as fields:
         digests = dict(zip(tensors, bit_digests(tensors.values()), strict=True))
         fields[f"digest of {what}"] = Field(value=digests, fix=fix)
+
+
+def explain_different_settings(runtime: Runtime, settings: Mapping[str, Any]) -> None:
+    """Raise on every rank, naming the setting and both values; called when some are known to differ."""
+    with runtime.agreeing("settings of a step") as fields:
+        for name, value in settings.items():
+            fields[name] = Field(
+                value=value,
+                fix="let every rank step as often as the others, with the same options and the same parameters "
+                "frozen; feed schedulers with values that all ranks share, such as an average of the losses",
+            )
+    raise HandshakeError("ranks stepped with different settings, which are equal again")

@@ -32,6 +32,8 @@ class BackwardWatch:
         """Asked as well, where somebody else says when to accumulate only (DDP's no_sync)."""
         self.afterwards: Callable[[], None] | None = None
         """Called when backward has ended for everybody, DDP included."""
+        self.beginning: Callable[[], None] | None = None
+        """Called before a round begins, and may refuse it."""
         self.rounds = 0
         """Rounds completed since the last step."""
         self.began = 0.0
@@ -55,11 +57,23 @@ class BackwardWatch:
         if not self.paused and torch._C._current_graph_task_id() != self._finished:
             self._begin_round()
 
+    def pass_round(self) -> None:
+        """Other ranks' backward is a round here too, which brings this rank nothing."""
+        self.check_complete()
+        self.began = time.perf_counter()
+        self._missing, self._next = [0] * len(self._sizes), 0
+        self._hand_on()
+        self.rounds += 1
+        if self.afterwards is not None:
+            self.afterwards()
+
     def _begin_round(self) -> None:
         # Each call of backward() has a number: a round that an exception ended is told from one that goes on.
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.check_complete()
+            if self.beginning is not None:
+                self.beginning()
             self._task = task
             self.began = time.perf_counter()
             self._missing = list(self._sizes)

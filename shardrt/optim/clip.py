@@ -11,11 +11,13 @@ from shardrt.errors import ConfigError, HandshakeError, OptimizerError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.protocols import Communicator
 
+Covered = list[tuple[ManagedOptimizer, set[torch.Tensor] | None]]
+"""Optimizers, each with the parameters that are meant, or None for all that it trains."""
+
 
 @torch.no_grad()
 def clip_by_norm(
-    target: object,
-    optimizers: Sequence[ManagedOptimizer],
+    covered: Covered,
     communicator: Communicator,
     *,
     device_type: str,
@@ -23,10 +25,10 @@ def clip_by_norm(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """See :meth:`shardrt.Runtime.clip_grad_norm_`; ``optimizers`` are all those of the runtime."""
+    """See :meth:`shardrt.Runtime.clip_grad_norm_`; ``covered`` is what :func:`covering` found."""
     numbers = {"max_norm": max_norm, "norm_type": norm_type}
     _check_numbers(numbers)
-    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covering(target, optimizers)]
+    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covered]
     _check_same_everywhere(communicator, device_type, numbers)
     norm = global_norm([shard for shards, _ in found for shard in shards], communicator, norm_type, device_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -64,17 +66,16 @@ def global_norm(
 
 @torch.no_grad()
 def clip_by_value(
-    target: object,
-    optimizers: Sequence[ManagedOptimizer],
+    covered: Covered,
     communicator: Communicator,
     *,
     device_type: str,
     clip_value: float,
 ) -> None:
-    """See :meth:`shardrt.Runtime.clip_grad_value_`; ``optimizers`` are all those of the runtime."""
+    """See :meth:`shardrt.Runtime.clip_grad_value_`; ``covered`` is what :func:`covering` found."""
     numbers = {"clip_value": clip_value}
     _check_numbers(numbers)
-    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covering(target, optimizers)]
+    found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covered]
     _check_same_everywhere(communicator, device_type, numbers)
     for _, scaled in found:
         for gradient in scaled:
@@ -101,9 +102,7 @@ def _check_same_everywhere(communicator: Communicator, device_type: str, numbers
             )
 
 
-def covering(
-    target: object, optimizers: Sequence[ManagedOptimizer]
-) -> list[tuple[ManagedOptimizer, set[torch.Tensor] | None]]:
+def covering(target: object, optimizers: Sequence[ManagedOptimizer]) -> Covered:
     """The optimizers that train a module's parameters, each with those of them that no newer one has.
 
     For an optimizer: that one, with all that it trains.
@@ -113,7 +112,7 @@ def covering(
     if not isinstance(target, torch.nn.Module):
         raise ConfigError(f"expected a module or an optimizer of this runtime, got a {type(target).__name__}")
     left: set[torch.Tensor] = set(target.parameters())
-    found: list[tuple[ManagedOptimizer, set[torch.Tensor] | None]] = []
+    found: Covered = []
     for optimizer in reversed(optimizers):
         wanted = left & optimizer.trained()
         left -= wanted

@@ -51,6 +51,7 @@ def _handing_over(optimizers: Sequence[ManagedOptimizer], hook: OrderedHook | No
 
     def shardrt_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.is_last():
+            _announce_backward(optimizers)
             if hook is not None:
                 call_after_backward(hook.raise_failure)
             for optimizer in optimizers:
@@ -66,6 +67,15 @@ def _handing_over(optimizers: Sequence[ManagedOptimizer], hook: OrderedHook | No
         return done
 
     return shardrt_hook
+
+
+def _announce_backward(optimizers: Sequence[ManagedOptimizer]) -> None:
+    """Where DDP synchronises and no round of ours begins, ranks without inputs have to be told."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.announcer is not None:
+            if optimizer.watch is None or optimizer.watch.paused:
+                optimizer.announcer.announce("backward", optimizer)
+            return
 
 
 def _twice(call: Callable[[], Any]) -> Callable[[], None]:

@@ -13,11 +13,13 @@ from shardrt.comm.waiting import start_and_wait
 from shardrt.comm.works import FinishedWork, FollowedWork
 from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
+from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers, frozen_shard
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
+    bring_nothing,
     collect_gradients,
     move_gradient_home,
     part_of_gradient,
@@ -55,6 +57,7 @@ class BucketEngine:
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
         settings: Settings | None = None,
+        attendance: Attendance | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """``hooked`` has the reduced gradients where a hook of DDP reduces them."""
@@ -67,6 +70,7 @@ class BucketEngine:
         self._hooked = hooked
         self._adopts = adopts_gradients
         self._settings = settings
+        self._attendance = attendance or Attendance()
         self._timeline = timeline
         self._gradients = gradients
         self._update = update
@@ -118,7 +122,7 @@ class BucketEngine:
                 self._refuse_changed(bucket)
 
     def _refuse_changed(self, at_work: BucketAtWork) -> None:
-        if at_work.gradients_changed():
+        if at_work.gradients_changed() and not self._attendance.absent:
             raise OptimizerError(
                 "gradients were changed or accumulated after their reduction had started; clip with "
                 "rt.clip_grad_norm_, between the last backward and step(), or use schedule='sync'; a "
@@ -136,11 +140,19 @@ class BucketEngine:
             return FollowedWork([told], then=partial(self._take_hooked, at_work, self._hooked))
         assert buffers.gradients is not None
         # Small and first: where a backend lets it, it travels beside the reduction.
-        told = self._tell_present(at_work, collect_gradients(buffers, self._adopts, self._skipped))
-        reducing = self._communicator.reduce_scatter(
-            buffers.gradients, buffers.bucket.splits, output=buffers.reduced, average=self._gradients == "average"
+        absent = self._attendance.absent
+        told = self._tell_present(
+            at_work, bring_nothing(buffers) if absent else collect_gradients(buffers, self._adopts, self._skipped)
         )
-        return FollowedWork([reducing, told])
+        average, divisor = self._gradients == "average", self._attendance.divisor
+        by_all = divisor is None or divisor == self._communicator.world_size
+        reducing = self._communicator.reduce_scatter(
+            buffers.gradients, buffers.bucket.splits, output=buffers.reduced, average=average and by_all
+        )
+        if by_all or not average:
+            return FollowedWork([reducing, told])
+        assert buffers.reduced is not None and divisor is not None
+        return FollowedWork([reducing, told], then=partial(_divide, buffers.reduced, divisor))
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()
@@ -219,6 +231,11 @@ class BucketEngine:
         if self._timeline is None or buckets is None:
             return _NOT_RECORDED
         return self._timeline.noting(bucket=buckets if isinstance(buckets, int) else buckets[0])
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a bucket has been reduced, or is being reduced, for the step that comes next."""
+        return any(bucket.reduction is not None for bucket in self._buckets)
 
     def forget_reduction(self) -> None:
         """The next step reduces anew, once what is under way has ended: it shares the buffers."""
@@ -338,6 +355,10 @@ class BucketEngine:
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
+
+
+def _divide(gradients: torch.Tensor, divisor: int) -> None:
+    gradients.div_(divisor)
 
 
 class _Reading:

@@ -119,6 +119,13 @@ def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[
     return present
 
 
+def bring_nothing(buffers: BucketBuffers) -> list[int]:
+    """Take part in a reduction without gradients; says for each slot that there is none."""
+    assert buffers.gradients is not None
+    buffers.gradients.zero_()
+    return [0] * len(buffers.slots)
+
+
 def _zero(buffers: BucketBuffers, slot: Slot) -> None:
     assert buffers.gradients is not None
     for offset, shard in slot.offsets:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardrt.comm.waiting import start_and_wait
-from shardrt.errors import HandshakeError, OptimizerError, UnsupportedError
-from shardrt.handshake import Field
-from shardrt.optim.agreement import agree_on_values, optimizer_fields
-from shardrt.optim.amp import ScaledOptimizer, teach_grad_scaler
+from shardrt.errors import OptimizerError, UnsupportedError
+from shardrt.optim.agreement import agree_on_values, explain_different_settings, optimizer_fields
+from shardrt.optim.amp import teach_grad_scaler
+from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
@@ -21,6 +21,7 @@ from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
 from shardrt.optim.planner import Planner
+from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
 from shardrt.plan import Plan, Shard
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from shardrt.runtime import Runtime
 
 
-class ShardedOptimizer(ScaledOptimizer):
+class ShardedOptimizer(ScalingOptimizer):
     """What :meth:`shardrt.Runtime.optimizer` returns on several ranks.
 
     ``param_groups`` are the user's, with the whole parameters: schedulers, hooks and ``zero_grad`` see what they
@@ -59,14 +60,15 @@ class ShardedOptimizer(ScaledOptimizer):
         self._taken: list[dict[str, Any]] | None = None
         self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
         self._hooked: HookResults | None = None
-        self._left: list[tuple[int, int]] | None = None
-        self.watch: BackwardWatch | None = None
+        self._left = None
+        self.attendance = Attendance()
+        self.announcer = self.attached_to = self.watch = None
         if isinstance(schedule, OverlappingSchedule) and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
             self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
             self.watch.afterwards = lambda: _call(afterwards)
-        self.gradients: Gradients = gradients
+        self.gradients = gradients
         self._communicator = communicator
         self._schedule = schedule
         self._params = {param.name: param for group in groups for param in group.params}
@@ -94,6 +96,8 @@ class ShardedOptimizer(ScaledOptimizer):
                 loss = closure()
         started = time.perf_counter()
         with self._runtime.telling_peers(), torch.no_grad():
+            if self.announcer is not None:
+                self.announcer.announce("step", self, anew=self.begins_anew())
             self._check_ready()
             self._notice_changes()
             if self._steps == 0 and self.updates_early:  # see Note [The first step is late]
@@ -168,38 +172,16 @@ class ShardedOptimizer(ScaledOptimizer):
         tensors = (param.tensor for param in self._params.values())
         return shards, [t.grad for t in tensors if t.grad is not None and (wanted is None or t in wanted)]
 
-    def unscale(self, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool) -> bool:
-        """See :class:`shardrt.optim.amp.ScaledOptimizer`."""
-        self._refuse_when_updated_early("GradScaler cannot decide afterwards to skip the update")
-        if self.gradients == "reduced":
-            return False
-        with self._runtime.telling_peers(), torch.no_grad():
-            self._notice_changes()
-            by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-            for shard in self._ready_engine.reduced_gradients():
-                by_kind.setdefault((shard.dtype, shard.device), []).append(shard)
-            if not allow_fp16 and any(param.tensor.dtype == torch.float16 for param in self._params.values()):
-                raise OptimizerError(
-                    "GradScaler cannot unscale float16 gradients: it needs parameters in float32, cast by autocast"
-                )
-            for same in by_kind.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
-            anywhere = found_inf.reshape(1)
-            self._communicator.all_reduce(anywhere, op="max").wait()
-            if found_inf.item():
-                self._ready_engine.forget_reduction()  # the scaler is going to skip this step
-            elif inverse_scale.item() != 1.0:
-                self._ready_engine.scale_local_gradients(inverse_scale)
-                if self._leaves_gradients:
-                    torch._foreach_mul_([t.grad for t in self._tensors if t.grad is not None], inverse_scale)
-                    self._left = None if self._left is None else self._gradient_versions()
-        return True
-
     @property
     def updates_early(self) -> bool:
         """Whether parameters are updated inside backward, before anything can be done to the gradients."""
         early = isinstance(self._schedule, OverlappingSchedule) and self._schedule.updates_early
         return early and self.watch is not None
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook of the user's reduces its gradients."""
+        return self._hooked is not None
 
     def _refuse_when_updated_early(self, what: str) -> None:
         if self.updates_early:
@@ -218,15 +200,24 @@ class ShardedOptimizer(ScaledOptimizer):
         """
         self._refuse_inside_a_step("attach")
         self._leaves_gradients = True
+        # Weak: DDP holds the hooks that hold us, in memory that Python's collector cannot see into.
+        self.attached_to = module = weakref.ref(ddp)
         if self.watch is not None:
-            # Weak: DDP holds the hooks that hold us, in memory that Python's collector cannot see into.
-            module = weakref.ref(ddp)
             self.watch.synchronised = lambda: bool(getattr(module(), "require_backward_grad_sync", False))
         if hooked is not None and not self.updates_early:
             self.gradients, self.watch = "reduced", None
         elif hooked is not None:
             self._hooked = hooked
         self._build_engine()
+
+    def take_gradients_of_one_rank(self, does: bool) -> None:
+        """Gradients come reduced, but not to ranks that have run out of inputs: owners get them from one that has.
+
+        Those whose ``attendance`` is absent contribute nothing, and the sum of one rank's gradients is its own.
+        """
+        if (self.gradients == "sum") != does:
+            self.gradients, self._leaves_gradients = ("sum" if does else "reduced"), does
+            self._build_engine()
 
     def _refuse_inside_a_step(self, what: str) -> None:
         if self.watch is not None and self.watch.rounds:
@@ -302,7 +293,8 @@ class ShardedOptimizer(ScaledOptimizer):
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
             timeline=self._runtime.timeline,
-            settings=Settings(self._settings, self._explain_different_settings),
+            settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
+            attendance=self.attendance,
         )
         if self.watch is not None:
             self.watch.start_over(self._engine.gradient_counts())
@@ -317,16 +309,6 @@ class ShardedOptimizer(ScaledOptimizer):
             "group options": options_of(self.param_groups),
             "parameters that are frozen": self._frozen,
         }
-
-    def _explain_different_settings(self) -> None:
-        with self._runtime.agreeing("settings of a step") as fields:
-            for name, value in self._settings().items():
-                fields[name] = Field(
-                    value=value,
-                    fix="let every rank step as often as the others, with the same options and the same parameters "
-                    "frozen; feed schedulers with values that all ranks share, such as an average of the losses",
-                )
-        raise HandshakeError("ranks stepped with different settings, which are equal again")
 
     def _bucket_ready(self, bucket: int) -> None:
         assert self.watch is not None

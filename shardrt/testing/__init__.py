@@ -17,6 +17,7 @@ from shardrt.testing.pool import RankPool
 if TYPE_CHECKING:
     from shardrt.testing.conformance import (
         BackendConformance,
+        JoinPolicyConformance,
         PartitionerConformance,
         PlaceConformance,
         ScheduleConformance,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendConformance",
+    "JoinPolicyConformance",
     "Outcome",
     "PartitionerConformance",
     "PlaceConformance",

@@ -153,6 +153,11 @@ def test_guides_run_on_two_ranks(ranks: RankPool, tmp_path: Path, name: str) -> 
     assert ranks.run(run_page, ranks=2, init=None, page=str(page), shared=str(tmp_path)) == [len(to_run(page))] * 2
 
 
+def test_the_guide_to_uneven_inputs_runs_on_two_ranks(ranks: RankPool) -> None:
+    page = ROOT / "docs" / "join.md"
+    assert ranks.run(run_page, ranks=2, init=None, page=str(page)) == [len(to_run(page))] * 2
+
+
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     skipped = [
         f"{name_of(page)}:{block.line}: {block.reason_not_run}"

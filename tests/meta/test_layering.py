@@ -34,6 +34,7 @@ LAYERS = (
     ("state",),
     ("checkpoint",),
     ("interchange",),
+    ("joining",),
     ("loop", "state_calls", "keeping"),
     ("runtime",),
     ("compat",),

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardrt
 from shardrt import compat
 from shardrt.compat import ZeroRedundancyOptimizer
+from shardrt.compat.errors import OverlapError
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.testing import RankPool
 from tests.ranks import zero_recipe
@@ -325,8 +326,8 @@ def test_other_misuse_is_refused_with_a_reason() -> None:
     assert isinstance(zero, Joinable) and zero.join_device == torch.device("cpu")
     with pytest.raises(UnsupportedError, match="'gradients': arguments for the local optimizer's step"):
         zero.step(gradients=[])
-    with pytest.raises(UnsupportedError, match="Join context"):
-        Join([zero])
+    with pytest.raises(OverlapError, match="Join context"):
+        Join([ZeroRedundancyOptimizer(params, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)])
     with pytest.raises(UnsupportedError, match="cannot be copied"):
         copy.deepcopy(zero)
     with pytest.raises(ConfigError, match="pass the ordinary class"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardrt.testing.conformance.backend import BackendConformance
+from shardrt.testing.conformance.join_policy import JoinPolicyConformance
 from shardrt.testing.conformance.partitioner import PartitionerConformance
 from shardrt.testing.conformance.place import PlaceConformance
 from shardrt.testing.conformance.schedule import ScheduleConformance
@@ -10,6 +11,7 @@ from shardrt.testing.conformance.state_format import StateFormatConformance
 
 __all__ = [
     "BackendConformance",
+    "JoinPolicyConformance",
     "PartitionerConformance",
     "PlaceConformance",
     "ScheduleConformance",
