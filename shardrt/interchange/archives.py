@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import struct
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,6 +16,7 @@ import numpy as np
 
 from shardrt.errors import CheckpointError
 from shardrt.interchange.boxes import Words, word_of
+from shardrt.interchange.files import MappedFile
 from shardrt.interchange.inert_pickle import Name, Record, Reference, read_inert, told
 from shardrt.plan.params import ITEM_SIZES
 
@@ -37,28 +37,6 @@ _STORAGES = {
 _LOCAL_HEADER = struct.Struct("<4s22sHH")
 _LONGEST_DESCRIPTION = 1 << 20
 """Bytes of a ``data.pkl`` that describes one tensor: some hundreds are usual."""
-
-
-class MappedFile:
-    """A file mapped for reading when it is first wanted."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        self._map: mmap.mmap | None = None
-
-    def map(self) -> mmap.mmap:
-        """The bytes of the file. It must not shrink while it is mapped."""
-        if self._map is None:
-            try:
-                with self.path.open("rb") as file:
-                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{self.path} cannot be mapped: {error}") from error
-        return self._map
 
 
 @attrs.frozen(kw_only=True)

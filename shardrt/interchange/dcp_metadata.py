@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from shardrt.errors import CheckpointError, NoCheckpointError
-from shardrt.interchange.archives import MappedFile, is_size
+from shardrt.interchange.archives import is_size
 from shardrt.interchange.boxes import Box, check_boxes
+from shardrt.interchange.files import MappedFile, inside
 from shardrt.interchange.inert_pickle import Name, Pairs, Record, read_inert, told
 from shardrt.plan.params import ITEM_SIZES
 
@@ -169,21 +170,6 @@ def _refuse_safetensors(file: MappedFile) -> None:
             f"{file.path} was written with SerializationFormat.SAFETENSORS, which does not say where tensors are "
             "(torch's own FileSystemReader cannot read it either); save with the default format"
         )
-
-
-def inside(directory: Path, name: str, *, where: str) -> Path:
-    """The file of this relative name in a directory; one that would lead out of it is refused.
-
-    Example:
-        >>> import pathlib
-        >>> from shardrt.interchange.dcp_metadata import inside
-        >>> inside(pathlib.Path("run"), "__0_0.distcp", where="metadata").name
-        '__0_0.distcp'
-    """
-    pure = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts or str(pure) == ".":
-        raise CheckpointError(f"{where} names the file {name[:200]!r}, which is not inside of {directory}; refused")
-    return directory / pure
 
 
 def _storage(value: Any, where: str) -> dict[tuple[str, tuple[int, ...] | None], _Place]:

@@ -6,7 +6,8 @@ the shape of every tensor in one. The reader here runs the same machine without 
 :class:`Name`, which holds two texts. A call, a new object and its state are a :class:`Record`, which holds what would
 have been called and with what. So a hostile pickle yields odd records, which whoever takes them apart refuses by
 comparing names, and it never runs. Dicts become :class:`Pairs`, since putting a key into a dict hashes it, and a few
-hundred bytes can describe a tuple whose hash takes longer than the universe has had.
+hundred bytes can describe a tuple whose hash takes for ever. For the same reason nothing here compares or prints what it
+reads by walking through it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ from typing import Any
 import attrs
 
 from shardrt.errors import CheckpointError
-
-_DEEPEST = 32
-"""Levels of nesting that :func:`plain` follows."""
-_MOST_VALUES = 1_000_000
-"""Values that :func:`plain` makes of one pickle: a memo may name one value often, so a short pickle may mean many."""
 
 
 @attrs.frozen
@@ -91,55 +87,24 @@ def read_inert(data: bytes, *, where: str) -> Any:
     raise CheckpointError(f"{where} is cut off: the pickle in it has no end")
 
 
-def plain(value: Any, *, where: str) -> Any:
-    """A value that holds nothing but numbers, texts, bytes, None, lists, tuples and dicts with such keys, or an error.
+def told(value: Any) -> str:
+    """What an inert value is, for messages: short, however large or deep it is.
 
     Example:
-        >>> import pickle
-        >>> from shardrt.interchange.inert_pickle import plain, read_inert
-        >>> plain(read_inert(pickle.dumps({"betas": (0.9, 0.95)}), where="a file"), where="a file")
-        {'betas': (0.9, 0.95)}
+        >>> from shardrt.interchange.inert_pickle import Name, Record, told
+        >>> told(Record(Name("os", "system"), ("ls",))), told([1, 2])
+        ("an object made by 'os.system'", 'a list')
     """
-    return _Plain(where=where).convert(value, 0)
-
-
-@attrs.define
-class _Plain:
-    where: str
-    made: int = 0
-
-    def convert(self, value: Any, depth: int) -> Any:
-        self.made += 1
-        if depth > _DEEPEST or self.made > _MOST_VALUES:
-            raise CheckpointError(
-                f"{self.where} holds a value of more than {_DEEPEST} levels or {_MOST_VALUES} parts; none is that large"
-            )
-        if value is None or isinstance(value, (bool, int, float, str, bytes)):
-            return value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.convert(each, depth + 1) for each in value)
-        if isinstance(value, Pairs):
-            return {self.key(key): self.convert(each, depth + 1) for key, each in value.pairs}
-        if isinstance(value, Record) and value.is_a("collections.OrderedDict") and not value.args:
-            return self.convert(value.items, depth)
-        if isinstance(value, Record) and value.is_a("torch.Size") and len(value.args) == 1:
-            return self.convert(value.args[0], depth)
-        raise CheckpointError(f"{self.where} holds {told(value)}; only plain values are read from there")
-
-    def key(self, value: Any) -> Any:
-        if not isinstance(value, (str, int, float, bytes)):
-            raise CheckpointError(f"{self.where} has a dict with {told(value)} as a key; keys are texts or numbers")
-        return value
-
-
-def told(value: Any) -> str:
-    """What an inert value is, for messages: short, however large it is."""
     if isinstance(value, Name):
         return f"the name {str(value)[:100]!r}"
     if isinstance(value, Record):
-        return f"an object made by {told(value.made_by)}"[:160]
-    if isinstance(value, (bool, int, float, str, bytes)):
-        return repr(value)[:100]
+        return f"an object made by {str(value.made_by)[:100]!r}" if isinstance(value.made_by, Name) else "an object"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, (str, bytes)):
+        return repr(value[:100])
     return "a dict" if isinstance(value, Pairs) else f"a {type(value).__name__}"
 
 
