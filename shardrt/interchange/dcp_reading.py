@@ -196,7 +196,7 @@ def _nested(values: Mapping[KeyPath, Any]) -> dict[Any, Any]:
 
 
 def _listed(tree: Any) -> Any:
-    """Lists again where keys are 0, 1, 2, ...: paths do not tell them from dicts with such keys."""
+    """Lists again where keys are the numbers 0, 1, 2, ...: those of dicts are texts in a path."""
     if not isinstance(tree, dict):
         return tree
     if tree and set(tree) == set(range(len(tree))):
@@ -217,7 +217,15 @@ def _with_groups(raw: dict[Any, Any]) -> dict[Any, Any]:
         else group
         for group in groups
     ]
-    return {"state": raw.get("state", {}), "param_groups": whole}
+    state = raw.get("state", {})
+    if isinstance(state, dict) and any(isinstance(group, dict) and _numbers(group.get("params")) for group in whole):
+        # An optimizer's own state dict was saved: torch made texts of the numbers of its parameters, as of all keys.
+        state = {int(key) if isinstance(key, str) and key.isdecimal() else key: each for key, each in state.items()}
+    return {"state": state, "param_groups": whole}
+
+
+def _numbers(listed: Any) -> bool:
+    return isinstance(listed, (list, tuple)) and any(isinstance(each, int) for each in listed)
 
 
 def _whole_option(key: Any, value: Any) -> Any:

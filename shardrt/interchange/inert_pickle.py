@@ -6,8 +6,8 @@ the shape of every tensor in one. The reader here runs the same machine without 
 :class:`Name`, which holds two texts. A call, a new object and its state are a :class:`Record`, which holds what would
 have been called and with what. So a hostile pickle yields odd records, which whoever takes them apart refuses by
 comparing names, and it never runs. Dicts become :class:`Pairs`, since putting a key into a dict hashes it, and a few
-hundred bytes can describe a tuple whose hash takes for ever. For the same reason nothing here compares or prints what it
-reads by walking through it.
+hundred bytes can describe a tuple whose hash takes for ever. For the same reason nothing here compares or prints what
+it reads by walking through it.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def test_large_and_deep_values_are_told_in_short() -> None:
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
 def test_nothing_in_a_pickle_runs(tmp_path: Path, protocol: int) -> None:
     data = pickle.dumps({"weights": Canary(tmp_path / "ran")}, protocol)
-    if protocol < 2:
-        with pytest.raises(CheckpointError, match="opcode"):  # nobody writes these any more
+    if protocol == 0:
+        with pytest.raises(CheckpointError, match="opcode"):  # nobody writes it any more
             read_inert(data, where="a file")
     else:
         [(_, found)] = read_inert(data, where="a file").pairs
