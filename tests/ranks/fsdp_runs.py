@@ -164,3 +164,24 @@ def consolidate_zero(directory: str, optimizer: str) -> None:
             {"model": model.state_dict(), "optimizer": zero.state_dict(), "names": names}, Path(directory) / "zero.pt"
         )
     dist.barrier()
+
+
+def leave_grid(directory: str) -> None:
+    """Tensors that four ranks hold in every way a mesh of two axes offers, saved as a model."""
+    quiet()
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    ways: dict[str, list[Any]] = {
+        "columns": [Replicate(), Shard(1)],
+        "grid": [Shard(0), Shard(1)],
+        "twice": [Shard(0), Shard(0)],
+        "inner": [Shard(2), Shard(1)],
+        "everywhere": [Replicate(), Replicate()],
+    }
+    torch.manual_seed(0)
+    whole = {name: torch.randn(5, 7, 3) for name in ways}
+    model: dict[str, DTensor] = {name: distribute_tensor(whole[name], mesh, how) for name, how in ways.items()}
+    dcp.save({"model": model}, checkpoint_id=Path(directory) / "grid")
+    if dist.get_rank() == 0:
+        torch.save(whole, Path(directory) / "grid.pt")

@@ -11,7 +11,16 @@ import torch
 from shardrt.interchange import read_dcp, read_torch, write_dcp, write_torch
 from shardrt.testing import RankPool
 from tests.doubles.states import same, whole
-from tests.ranks.fsdp_runs import LAYOUTS, Uneven, consolidate_zero, groups, leave_checkpoints, start_from, train
+from tests.ranks.fsdp_runs import (
+    LAYOUTS,
+    Uneven,
+    consolidate_zero,
+    groups,
+    leave_checkpoints,
+    leave_grid,
+    start_from,
+    train,
+)
 from tests.ranks.twins import OPTIMIZERS, Odd, largest_difference
 
 TOLERANCE = 1e-6
@@ -96,6 +105,15 @@ def test_an_fsdp2_run_moves_into_a_plain_loop(runs: Path, tmp_path: Path) -> Non
     later = load(runs / "adamw" / "later.pt")["model"]
     expected = [later[name] for name in model.state_dict()]
     assert largest_difference(model.state_dict().values(), expected) <= TOLERANCE
+
+
+def test_tensors_that_are_cut_along_several_dims_are_put_together(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(leave_grid, ranks=4, timeout=120, directory=str(tmp_path))
+    expected = load(tmp_path / "grid.pt")
+    found = read_dcp(tmp_path / "grid").models["model"]
+    assert same(whole(dict(found)), expected)
+    for name, lazy in found.items():
+        assert same(lazy.read(17, 80), expected[name].reshape(-1)[17:80]), name
 
 
 @pytest.mark.parametrize("optimizer", ["sgd_momentum", "adam", "adamw_fused", "adafactor", "lion_third_party"])
