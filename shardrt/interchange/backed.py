@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from shardrt.errors import CheckpointError
+from shardrt.errors import CheckpointError, StateError
 from shardrt.state.portable import LazyTensor, dtype_called
 
 WINDOW_BYTES = 8 << 20
 _SMALL = 4096
+_PLAIN = (bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter)
 
 
 class FileBacked:
@@ -45,14 +46,21 @@ class FileBacked:
         return held[1]
 
     def tree(self, value: Any) -> Any:
-        """A value with whole tensors in place of the lazy ones in it."""
+        """A value with whole tensors in place of the lazy ones in it. What only a pickle could hold is refused."""
         if isinstance(value, LazyTensor):
             return self.whole(value)
         if isinstance(value, dict):
-            return {key: self.tree(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.tree(each) for each in value)
-        return value
+            return {self.tree(key): self.tree(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.tree(each) for each in value]
+        if isinstance(value, tuple):
+            return tuple(self.tree(each) for each in value)
+        if value is None or type(value) in _PLAIN:
+            return value
+        raise StateError(
+            f"the state holds a {type(value).__qualname__}, which a reader that runs no code could not give back; "
+            "files hold tensors and plain values (numbers, texts, bytes, None, lists, tuples, dicts)"
+        )
 
     def _assemble(self, lazy: LazyTensor) -> torch.Tensor:
         if lazy.nbytes <= _SMALL:

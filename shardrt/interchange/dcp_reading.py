@@ -39,11 +39,14 @@ def read_dcp(
     that is switched off. ``names`` are the parameters of an optimizer that numbers them, in its order.
 
     Example:
-        >>> import torch, torch.distributed.checkpoint as dcp
-        >>> from shardrt.interchange import read_dcp
-        >>> dcp.save({"model": torch.nn.Linear(2, 1).state_dict()}, checkpoint_id="run", no_dist=True)
-        >>> sorted(read_dcp("run").models["model"])
-        ['bias', 'weight']
+        >>> import torch
+        >>> from shardrt.interchange import read_dcp, write_dcp
+        >>> from shardrt.state.portable import LazyTensor, PortableState
+        >>> weights = {"layer.weight": LazyTensor.of(torch.arange(6).view(2, 3))}
+        >>> write_dcp(PortableState(models={"model": weights}, optimizers={}), "run")
+        >>> found = read_dcp("run").models["model"]["layer.weight"]
+        >>> found.shape, found.read(2, 5)
+        ((2, 3), tensor([2, 3, 4]))
     """
     directory = read_directory(Path(path))
     where = str(directory.path)
@@ -221,7 +224,20 @@ def _with_groups(raw: dict[Any, Any]) -> dict[Any, Any]:
     if isinstance(state, dict) and any(isinstance(group, dict) and _numbers(group.get("params")) for group in whole):
         # An optimizer's own state dict was saved: torch made texts of the numbers of its parameters, as of all keys.
         state = {int(key) if isinstance(key, str) and key.isdecimal() else key: each for key, each in state.items()}
+    if isinstance(state, dict):
+        state = {key: _entry(entry) if isinstance(entry, dict) else entry for key, entry in state.items()}
     return {"state": state, "param_groups": whole}
+
+
+def _entry(entry: dict[Any, Any]) -> dict[Any, Any]:
+    """One parameter's state: tensors stay lazy, those inside of lists and dicts are read."""
+    return {key: _listed(_whole_tree(value)) if isinstance(value, dict) else value for key, value in entry.items()}
+
+
+def _whole_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole_tree(each) for key, each in value.items()}
+    return value.whole() if isinstance(value, LazyTensor) else value
 
 
 def _numbers(listed: Any) -> bool:

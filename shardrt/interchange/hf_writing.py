@@ -54,7 +54,9 @@ def write_hf(
         for name, file in unfinished.items():
             file.replace(directory / name)
         if len(shards) > 1:
-            (directory / f"model{INDEX_SUFFIX}").write_text(_index(names, shards), encoding="utf-8")
+            unfinished["index"] = directory / f".index.unfinished-{os.getpid()}"
+            unfinished["index"].write_text(_index(names, shards), encoding="utf-8")
+            unfinished["index"].replace(directory / f"model{INDEX_SUFFIX}")
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be written: {error}") from error
     finally:

@@ -204,7 +204,8 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 def _lazy(tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> LazyTensor:
     if tensor.is_contiguous():
         flat = tensor.view(-1)
-        return LazyTensor(dtype=dtype, shape=shape, read=lambda start, stop: flat[start:stop])
+        # A copy: whoever keeps what was read must not depend on the file being there.
+        return LazyTensor(dtype=dtype, shape=shape, read=lambda start, stop: flat[start:stop].clone())
     # Other strides: elements are picked by range, since bringing all of them in order would take memory for all.
     words = tensor.resolve_conj().resolve_neg()
     item = ITEM_SIZES[dtype]

@@ -11,9 +11,9 @@ import attrs
 import pytest
 import torch
 
-from shardrt.errors import CheckpointError, StateError
-from shardrt.interchange import read_torch, write_torch
-from shardrt.state.portable import PortableState
+from shardrt.errors import CheckpointError, ShardrtError, StateError
+from shardrt.interchange import read_dcp, read_torch, write_dcp, write_torch
+from shardrt.state.portable import PortableOptimizer, PortableState
 from tests.doubles.states import Canary, same, small_state, whole
 from tests.ranks.twins import OPTIMIZERS, Odd, batch
 
@@ -305,6 +305,52 @@ def test_files_that_are_cut_off_or_not_there_are_refused(tmp_path: Path) -> None
             read_torch(tmp_path / "cut.pt")
     with pytest.raises(CheckpointError, match=r"none\.pt cannot be read: No such file"):
         read_torch(tmp_path / "none.pt")
+
+
+def test_damage_anywhere_is_an_error_of_ours_or_other_values(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.arange(40.0)}, "epoch": 3}, tmp_path / "f.pt")
+    data = (tmp_path / "f.pt").read_bytes()
+    refused = 0
+    for at in range(0, len(data), 3):
+        (tmp_path / "f.pt").write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        try:
+            whole(read_torch(tmp_path / "f.pt"))
+        except ShardrtError:
+            refused += 1
+    assert refused > 50
+
+
+def test_what_only_a_pickle_could_hold_is_not_written(tmp_path: Path) -> None:
+    state = small_state()
+    group = {"lr": 0.1, "params": ["odd"], "rule": Path("x")}
+    state = attrs.evolve(state, optimizers={"optimizer": PortableOptimizer(groups=(group,), state={})})
+    with pytest.raises(StateError, match="holds a PosixPath"):
+        write_torch(state, optimizer_path=tmp_path / "o.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_in_lists_is_kept(tmp_path: Path) -> None:
+    """LBFGS keeps lists of tensors."""
+    layer = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=3)
+    data = torch.randn(5, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = layer(data).pow(2).mean()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    optimizer.step(closure)
+    expected = optimizer.state_dict()
+    assert isinstance(expected["state"][0]["old_dirs"], list) and expected["state"][0]["old_dirs"]
+    torch.save(expected, tmp_path / "o.pt")
+    state = read_torch(optimizer=tmp_path / "o.pt", names=["weight", "bias"])
+    write_torch(state, optimizer_path=tmp_path / "o2.pt", named=False)
+    assert same(torch.load(tmp_path / "o2.pt", weights_only=True), expected)
+    write_dcp(state, tmp_path / "run")
+    again = read_dcp(tmp_path / "run").optimizers["optimizer"].state["weight"]
+    assert same(whole(dict(sorted(again.items()))), dict(sorted(expected["state"][0].items())))
 
 
 def test_writing_says_what_it_lacks_and_leaves_nothing_behind(tmp_path: Path) -> None:
