@@ -40,8 +40,8 @@ class Heartbeat:
         >>> from torch.distributed import HashStore
         >>> from shardrt.flight import FlightRecorder
         >>> from shardrt.flight.heartbeat import Heartbeat, beat_key
-        >>> store = HashStore()
-        >>> heartbeat = Heartbeat(store, FlightRecorder(rank=0, world_size=2), prefix="example")
+        >>> store, flight = HashStore(), FlightRecorder(rank=0, world_size=2)
+        >>> heartbeat = Heartbeat(store, flight, prefix="example")
         >>> heartbeat.stop()
         >>> json.loads(store.get(beat_key("example", 0)))["left"]
         True

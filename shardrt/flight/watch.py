@@ -32,7 +32,7 @@ class FlightWatch:
         >>> from shardrt.log import rank_logger
         >>> flight = FlightRecorder(rank=0, world_size=2)
         >>> watch = FlightWatch(flight, ask=lambda seconds: {}, log=rank_logger(0, 2))
-        >>> watch.tell("all_gather took longer than 3 s").splitlines()[2]
+        >>> watch.tell("all_gather took longer than 3 s").splitlines()[-1]
         '  rank 1: never heard'
     """
 

@@ -311,13 +311,13 @@ def test_damage_anywhere_is_an_error_of_ours_or_other_values(tmp_path: Path) -> 
     torch.save({"model": {"w": torch.arange(40.0)}, "epoch": 3}, tmp_path / "f.pt")
     data = (tmp_path / "f.pt").read_bytes()
     refused = 0
-    for at in range(0, len(data), 3):
+    for at in range(0, len(data), 7):
         (tmp_path / "f.pt").write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
         try:
             whole(read_torch(tmp_path / "f.pt"))
         except ShardrtError:
             refused += 1
-    assert refused > 50
+    assert refused > 20
 
 
 def test_what_only_a_pickle_could_hold_is_not_written(tmp_path: Path) -> None:
