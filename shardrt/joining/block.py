@@ -57,8 +57,8 @@ class JoinBlock:
         self._carried = carried
         self._roll_call = RollCall(communicator, runtime.device_type)
         self._following = False
-        self._begun = [False] * len(optimizers)
-        """For each optimizer, whether an update has been begun: then it is finished."""
+        self._updated = [False] * len(optimizers)
+        """For each optimizer, whether a backward since the last step may have updated parameters."""
         self._longest = 0
         """The first of the ranks that were active last."""
         self._events: dict[str, Callable[..., None]] = {
@@ -76,7 +76,7 @@ class JoinBlock:
         for optimizer in self._optimizers:
             optimizer.announcer = self
             if optimizer.watch is not None:
-                optimizer.watch.beginning = partial(self.announce, "round", optimizer)
+                optimizer.watch.beginning = partial(self._announce_round, optimizer)
         for index, follower in enumerate(self._followers):
             follower.begin(partial(self._announce_forward, index))
 
@@ -99,10 +99,6 @@ class JoinBlock:
         """See :class:`shardrt.optim.attendance.Announcer`."""
         self._announce(event, self._place(optimizer), **arguments)
 
-    def skipped(self, optimizer: UnevenOptimizer) -> None:
-        """See :class:`shardrt.optim.attendance.Announcer`."""
-        self._begun[self._place(optimizer)] = False
-
     def _place(self, optimizer: UnevenOptimizer) -> int:
         [place] = [index for index, one in enumerate(self._optimizers) if one is optimizer]
         return place
@@ -117,10 +113,21 @@ class JoinBlock:
                 names = None if wanted is None or wanted == optimizer.trained() else optimizer.names_of(wanted)
                 targets.append((places[id(optimizer)], names, optimizer.begins_anew()))
         if targets:
-            self._announce(event, targets[0][0], targets=targets, **numbers)
+            anew = all(target[2] for target in targets)
+            self._announce(event, targets[0][0], anew=anew, targets=targets, **numbers)
+
+    def _announce_round(self, optimizer: ShardedOptimizer) -> None:
+        self._announce("round", self._place(optimizer), anew=self._begins(optimizer))
 
     def _announce_forward(self, index: int, trains: bool) -> None:
-        self._announce("forward", index, trains=trains)
+        attached = [one for one in self._optimizers if _module_of(one) is self._followers[index].ddp]
+        self._announce("forward", index, trains=trains, anew=trains and all(map(self._begins, attached)))
+
+    def _begins(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether nothing of the next update has happened yet."""
+        if optimizer.updates_early:
+            return not self._updated[self._place(optimizer)]
+        return optimizer.begins_anew()
 
     def _announce(self, event: str, index: int, **arguments: Any) -> None:
         if self._following:
@@ -143,19 +150,13 @@ class JoinBlock:
             )
         for optimizer in self._optimizers:
             optimizer.attendance.divisor = divisor
-        if event != "forward":
-            for begun in (target[0] for target in arguments.get("targets", [[index]])):
-                self._begun[begun] = event != "step"
+        if event in ("round", "step"):
+            self._updated[index] = event == "round"
 
     def _asks(self, event: str, index: int, arguments: dict[str, Any]) -> bool:
         """Whether an update begins here. With DDP that is its forward: inside its backward there is no way back."""
-        if event == "forward":
-            ddp = self._followers[index].ddp
-            attached = [self._begun[at] for at, one in enumerate(self._optimizers) if _module_of(one) is ddp]
-            return bool(arguments["trains"]) and not any(attached)
-        if _module_of(self._optimizers[index]) is not None and event in ("round", "backward"):
-            return False
-        return not self._begun[index]
+        inside_ddp = event == "backward" or (event == "round" and _module_of(self._optimizers[index]) is not None)
+        return not inside_ddp and bool(arguments["anew"])
 
     def _leave(self, ended_together: bool) -> None:
         """This rank has run out of inputs, or all stop: follow the others to the end, and settle what may differ."""
@@ -184,9 +185,8 @@ class JoinBlock:
                 self._following = False
         if settings is not None:
             take_over_settings(self._optimizers, settings)
-        for optimizer, begun in zip(self._optimizers, self._begun, strict=True):
-            if begun or ended_together:
-                optimizer.drop_unfinished_step()
+        for optimizer in self._optimizers:
+            optimizer.drop_unfinished_step()
         self._carried.share(self._longest)
         for follower in self._followers:
             follower.share_buffers(self._longest)
@@ -196,7 +196,8 @@ class JoinBlock:
         optimizer.follow_peers(anew=anew)
         optimizer.step()
 
-    def _follow_round(self, index: int) -> None:
+    def _follow_round(self, index: int, *, anew: bool) -> None:
+        del anew  # every round reduces
         optimizer = self._optimizers[index]
         self._follow_backward(index)
         assert optimizer.watch is not None
@@ -208,17 +209,20 @@ class JoinBlock:
         scale = torch.full((1,), inverse_scale, device=self._runtime.device_type)
         optimizer.unscale(scale, torch.zeros_like(scale), allow_fp16)
 
-    def _follow_clip(self, clip: Callable[..., Any], index: int, *, targets: list[Any], **numbers: Any) -> None:
-        del index
+    def _follow_clip(
+        self, clip: Callable[..., Any], index: int, *, anew: bool, targets: list[Any], **numbers: Any
+    ) -> None:
+        del index, anew  # both are those of the targets
         covered: Covered = []
-        for at, names, anew in targets:
+        for at, names, from_nothing in targets:
             optimizer = self._optimizers[at]
-            optimizer.follow_peers(anew=anew)
+            optimizer.follow_peers(anew=from_nothing)
             by_name = optimizer.named()
             covered.append((optimizer, None if names is None else {by_name[name] for name in names}))
         clip(covered, self._runtime.negotiate(()), device_type=self._runtime.device_type, **numbers)
 
-    def _follow_forward(self, index: int, *, trains: bool) -> None:
+    def _follow_forward(self, index: int, *, trains: bool, anew: bool) -> None:
+        del anew
         self._followers[index].follow_forward(trains=trains)
 
     def _follow_backward(self, index: int) -> None:

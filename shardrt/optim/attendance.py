@@ -26,7 +26,3 @@ class Announcer(Protocol):
     def announce(self, event: str, optimizer: UnevenOptimizer, **arguments: Any) -> None:
         """Called right before the collectives of an event. On a rank that only follows it does nothing."""
         ...
-
-    def skipped(self, optimizer: UnevenOptimizer) -> None:
-        """The update that was begun is not going to be made, on any rank."""
-        ...

@@ -30,8 +30,6 @@ class ScalingOptimizer(UnevenOptimizer):
             self._unscale_shards(engine.reduced_gradients(), inverse_scale, found_inf, allow_fp16)
             if found_inf.item():
                 engine.forget_reduction()  # the scaler is going to skip this step
-                if self.announcer is not None:
-                    self.announcer.skipped(self)
             elif inverse_scale.item() != 1.0:
                 engine.scale_local_gradients(inverse_scale)
                 local = [t.grad for t in self._tensors if t.grad is not None] if self._leaves_gradients else []

@@ -56,6 +56,12 @@ def test_a_rank_without_any_input_and_accumulation(ranks: RankPool, schedule: st
         assert {one["steps"] for one in found} == {6}
 
 
+@pytest.mark.parametrize("schedule", ["sync", "interleaved"])
+def test_sums_are_not_divided(ranks: RankPool, schedule: str) -> None:
+    found = ranks.run(train, ranks=3, schedule=schedule, way="plain", batches=[1, 3, 2], gradients="sum")
+    assert [one["difference"] for one in found] == [0.0] * 3
+
+
 @each_way
 @pytest.mark.parametrize("schedule", ["sync", "bucket", "priority"])
 def test_clipping(ranks: RankPool, schedule: str, way: str) -> None:
@@ -110,14 +116,14 @@ def test_buffers_of_ddp_are_those_of_a_rank_that_trained_longest(ranks: RankPool
     assert found[0]["seen"] == 10  # four batches and an evaluation in training mode, twice
 
 
-def scales(batches: list[int], schedule: str) -> dict[str, Any]:
+def scales(batches: list[int], schedule: str, policy: str = "active") -> dict[str, Any]:
     """A GradScaler, with an infinity that skips a step while a rank has run out."""
     ours, theirs = twins(Layers)
     plain = torch.optim.SGD(theirs.parameters(), lr=0.1)
     with shardrt.Runtime(schedule=schedule, bucket_mb=0.003, timeout=20) as rt:
         opt = rt.optimizer(ours.named_parameters(), torch.optim.SGD, lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
-        with rt.join(opt, carry=[scaler]):
+        with rt.join(opt, policy=policy, carry=[scaler]):
             for step in range(batches[rt.rank]):
                 loss = loss_of(ours, step, rt.rank)
                 scaler.scale(loss * float("inf") if step == 2 else loss).backward()
@@ -126,7 +132,7 @@ def scales(batches: list[int], schedule: str) -> dict[str, Any]:
                 scaler.step(opt)
                 scaler.update()
                 opt.zero_grad()
-        for step in range(max(batches)):
+        for step in range(min(batches) if policy == "shortest" else max(batches)):
             active = [rank for rank, count in enumerate(batches) if step < count]
             average_over(theirs, [lambda rank=rank: loss_of(theirs, step, rank) for rank in active], len(active))  # noqa: B023
             torch.nn.utils.clip_grad_value_(theirs.parameters(), 0.05)
@@ -145,6 +151,13 @@ def test_a_grad_scaler_is_followed_and_carried(ranks: RankPool, schedule: str) -
     assert max(one["difference"] for one in found) <= TOLERANCE
     assert found[0]["scale"] == found[1]["scale"] == found[2]["scale"]
     assert {one["steps"] for one in found} == {4}
+
+
+@pytest.mark.parametrize("schedule", ["sync", "bucket"])
+def test_all_stop_after_a_step_that_was_skipped(ranks: RankPool, schedule: str) -> None:
+    found = ranks.run(scales, ranks=3, schedule=schedule, batches=[3, 5, 4], policy="shortest")
+    assert max(one["difference"] for one in found) <= TOLERANCE
+    assert {one["steps"] for one in found} == {2}
 
 
 def two_optimizers(batches: list[int]) -> float:

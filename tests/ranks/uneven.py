@@ -67,6 +67,7 @@ def train(
     epochs: int = 1,
     partitioner: str = "greedy",
     backend: str = "auto",
+    gradients: Any = "average",
     **options: Any,
 ) -> dict[str, Any]:
     """Train for some epochs; how far this rank is from the twin that has every rank's batches."""
@@ -76,7 +77,7 @@ def train(
         schedule=schedule, partitioner=partitioner, backend=backend, bucket_mb=0.003, timeout=20
     ) as rt:
         model: Any = DistributedDataParallel(ours, **options) if way == "ddp" else ours
-        opt = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-2)
+        opt = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-2, gradients=gradients)
         if way == "ddp":
             rt.attach(model, opt)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (opt, plain)]
@@ -100,7 +101,8 @@ def train(
                     done += 1
             if not per_batch:
                 schedulers[0].step()
-            _train_twin(theirs, plain, schedulers[1], epoch, batches, policy, clip, parts, per_batch)
+            divides = policy if gradients == "average" else gradients
+            _train_twin(theirs, plain, schedulers[1], epoch, batches, divides, clip, parts, per_batch)
             assert not any(param.grad is not None for param in ours.parameters())
         assert len(opt.plan.buckets) > 2 or schedule == "sync" or backend != "auto"
         return {
@@ -127,7 +129,7 @@ def _train_twin(
     for step in range(min(batches) if policy == "shortest" else max(batches)):
         active = [rank for rank, count in enumerate(batches) if step < count]
         losses = [lambda rank=rank: _sum_of_parts(model, epoch * 100 + step, rank, parts) for rank in active]  # noqa: B023
-        average_over(model, losses, len(active) if policy == "active" else len(batches))
+        average_over(model, losses, {"active": len(active), "sum": 1}.get(policy, len(batches)))
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
