@@ -31,7 +31,7 @@ from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.testing import RankPool
 from tests.ranks import zero_recipe
 from tests.ranks.test_overlap import Deep
-from tests.ranks.twins import Odd, batch, largest_difference, twins
+from tests.ranks.twins import Odd, average_backward, batch, largest_difference, twins
 
 ROOT = Path(__file__).parents[2]
 
@@ -270,20 +270,47 @@ def test_no_thread_outlives_the_optimizer(ranks: RankPool) -> None:
         assert dead == [] and after_the_group == []
 
 
-def refused_on_several_ranks() -> list[str]:
-    zero = ZeroRedundancyOptimizer(torch.nn.Linear(2, 2).parameters(), torch.optim.Adam)
-    said = []
-    for call in (zero.consolidate_state_dict, zero.state_dict, lambda: zero.load_state_dict({})):
-        try:
-            call()
-        except UnsupportedError as error:
-            said.append(str(error))
-    return said
+def consolidated(fused: bool) -> dict[str, Any]:
+    """As torch documents it: on the rank it was consolidated on, elsewhere a RuntimeError; loaded on all ranks."""
+    model, twin = twins(lambda: torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)))
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01, fused=fused)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.01, fused=fused)
+    world_size = dist.get_world_size()
+
+    def train(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            for trained, opt in ((model, optimizer), (twin, plain)):
+                average_backward(trained, lambda rank: trained(batch(step, rank)).pow(2).mean(), world_size)  # noqa: B023
+                opt.step()
+                opt.zero_grad()
+
+    train(zero, 0, 3)
+    zero.consolidate_state_dict(to=1)
+    found: dict[str, Any] = {}
+    try:
+        state = zero.state_dict()
+    except RuntimeError as error:
+        found["told"] = str(error)
+        state = plain.state_dict()
+    expected = plain.state_dict()["state"]
+    found["equal"] = all(torch.equal(state["state"][n][k], expected[n][k]) for n in expected for k in expected[n])
+    kept = copy.deepcopy(state)
+    again = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.5, fused=fused)
+    again.load_state_dict(state)
+    train(again, 3, 6)
+    found["untouched"] = all(
+        torch.equal(state["state"][n][k], kept["state"][n][k]) for n in expected for k in expected[n]
+    )
+    return {**found, "difference": largest_difference(model.parameters(), twin.parameters())}
 
 
-def test_state_dicts_are_refused_rather_than_wrong(ranks: RankPool) -> None:
-    for said in ranks.run(refused_on_several_ranks, ranks=2):
-        assert len(said) == 3
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_is_consolidated_on_one_rank(ranks: RankPool, fused: bool) -> None:
+    first, second = ranks.run(consolidated, ranks=2, fused=fused)
+    assert "call consolidate_state_dict(to=0) on all ranks first" in first.pop("told")
+    assert first["equal"] and second["equal"]
+    assert first["difference"] == second["difference"] == 0.0
+    assert second["untouched"]
 
 
 def test_on_one_rank_the_state_can_be_saved_and_loaded() -> None:

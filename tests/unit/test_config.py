@@ -13,7 +13,7 @@ import pytest
 from shardrt.config import Choice, RuntimeConfig
 from shardrt.errors import ConfigError
 
-KNOWN = "backend, bucket_mb, device, hang_reports, partitioner, schedule, timeline, timeout"
+KNOWN = "backend, bucket_mb, device, hang_reports, partitioner, place, schedule, state_format, timeline, timeout"
 
 
 def test_defaults() -> None:
@@ -57,6 +57,8 @@ def test_json_goes_there_and_back() -> None:
         "partitioner": {"name": "greedy", "weights": [1, [2]], "deep": {"a": None}},
         "backend": {"name": "auto"},
         "schedule": {"name": "sync"},
+        "state_format": {"name": "safetensors"},
+        "place": {"name": "files"},
         "device": "cuda:0",
         "bucket_mb": 25.0,
         "timeout": 300.0,
