@@ -59,12 +59,12 @@ def check(pool: RankPool, rank: int, **arguments: Any) -> float:
     return took
 
 
-@pytest.mark.parametrize(("schedule", "way"), zip(SCHEDULES, WAYS * 2, strict=True))
+@pytest.mark.parametrize(("schedule", "way"), list(zip(SCHEDULES, WAYS * 2, strict=True)))
 def test_a_rank_that_raises_while_all_are_active(ranks: RankPool, schedule: str, way: str) -> None:
     check(ranks, 1, schedule=schedule, way=way, step=2)
 
 
-@pytest.mark.parametrize(("schedule", "way"), zip(SCHEDULES, WAYS[::-1] * 2, strict=True))
+@pytest.mark.parametrize(("schedule", "way"), list(zip(SCHEDULES, WAYS[::-1] * 2, strict=True)))
 def test_a_rank_that_raises_while_others_follow(ranks: RankPool, schedule: str, way: str) -> None:
     check(ranks, 3, schedule=schedule, way=way, step=9)
 
