@@ -6,13 +6,13 @@ from typing import Any
 
 import attrs
 
-from shardrt.checkpoint.manifest import Manifest, StoredOptimizer
+from shardrt.checkpoint.manifest import Manifest, StoredModel, StoredOptimizer
 from shardrt.checkpoint.reading import CheckedFiles
 from shardrt.checkpoint.series import MANIFEST, Series
 from shardrt.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, ShardrtError
 from shardrt.protocols import Place
 from shardrt.registry import Registry
-from shardrt.state.portable import PortableOptimizer, PortableState
+from shardrt.state.portable import LazyTensor, PortableOptimizer, PortableState
 from shardrt.state.tree import unpack
 
 _OURS = ("writing.json",)
@@ -56,16 +56,14 @@ class OpenCheckpoint:
         """Everything in it, read when it is wanted."""
         manifest = self.manifest
         return PortableState(
-            models={
-                name: {
-                    **{key: self.files.lazy(spread) for key, spread in model.tensors.items()},
-                    **{alias: self.files.lazy(model.tensors[key]) for alias, key in model.aliases.items()},
-                }
-                for name, model in manifest.models.items()
-            },
+            models={name: self._portable_model(model) for name, model in manifest.models.items()},
             optimizers={name: self._portable_optimizer(one) for name, one in manifest.optimizers.items()},
             extra=self.tree(manifest.extra, 0, what="extra"),
         )
+
+    def _portable_model(self, model: StoredModel) -> dict[str, LazyTensor]:
+        tensors = {key: self.files.lazy(spread) for key, spread in model.tensors.items()}
+        return {**tensors, **{alias: tensors[key] for alias, key in model.aliases.items()}}  # tied: one object
 
     def _portable_optimizer(self, one: StoredOptimizer) -> PortableOptimizer:
         groups = tuple(

@@ -41,6 +41,16 @@ def read_hf(path: str | Path, *, format: StateFormat | None = None) -> PortableS
 
     Tensors are mapped and read by range. ``format`` lays out the files; the installed ``safetensors`` one if it is left
     out. See Note [Tied weights in safetensors].
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardrt.interchange import read_hf, write_hf
+        >>> from shardrt.state.portable import LazyTensor, PortableState
+        >>> state = PortableState(models={"model": {"w": LazyTensor.of(torch.ones(3))}}, optimizers={})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_hf(state, folder)
+        ...     read_hf(folder).models["model"]["w"].whole()
+        tensor([1., 1., 1.])
     """
     given = Path(path)
     format = safetensors_format() if format is None else format

@@ -30,6 +30,14 @@ def write_hf(
 
     A tensor that is larger than the limit gets a file of its own. Optimizers and ``extra`` have no place there. A
     directory that has weights already is refused; other files in it stay. See Note [Tied weights in safetensors].
+
+    Example:
+        >>> import tempfile, torch
+        >>> from shardrt.interchange import write_hf
+        >>> from shardrt.state.portable import LazyTensor, PortableState
+        >>> state = PortableState(models={"model": {"w": LazyTensor.of(torch.ones(3))}}, optimizers={})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_hf(state, folder, max_shard_bytes=1e9)
     """
     if max_shard_bytes < 1:
         raise StateError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
