@@ -19,7 +19,7 @@ from shardrt.state.portable import LazyTensor, PortableOptimizer, PortableState
 from shardrt.state.streams import as_bytes
 
 Advance = Callable[[int], None]
-WINDOW_BYTES = 4 * 2**20
+WINDOW_BYTES = 2**20
 """What is held of each of the two."""
 _LONGEST = 200
 
@@ -96,8 +96,10 @@ def _optimizer_leaves(where: str, one: PortableOptimizer) -> Iterator[tuple[str,
     yield f"{where}/class", one.kind
     yield f"{where}/step", one.step
     for number, group in enumerate(one.groups):
+        yield f"{where}/groups[{number}]['params']", list(group["params"])
         for key, value in group.items():
-            yield from leaves(value, f"{where}/groups[{number}][{key!r}]")
+            if key != "params":
+                yield from leaves(value, f"{where}/groups[{number}][{key!r}]")
     for param, values in one.state.items():
         for key, value in values.items():
             yield from leaves(value, f"{where}/{param}/{key}")

@@ -249,6 +249,8 @@ def _from_json(document: Mapping[str, Any]) -> Manifest:
     files = tuple(file_from_json(item, block_bytes) for item in read_list(document, "files", where=where))
     if len({file.name for file in files}) != len(files):
         raise PlanError("two of its files have one name")
+    if len(files) != world_size:
+        raise PlanError(f"it is of {world_size} ranks and lists {len(files)} files")
     models = {str(k): _model(v, files) for k, v in _mapping(document, "models", where).items()}
     optimizers = {str(k): _optimizer(v, files) for k, v in _mapping(document, "optimizers", where).items()}
     return Manifest(

@@ -12,7 +12,7 @@ from shardrt.checkpoint.reading import CheckedFiles
 from shardrt.checkpoint.series import MANIFEST, Series
 from shardrt.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, ShardrtError
 from shardrt.plan import ITEM_SIZES, ParamSpec
-from shardrt.protocols import Place
+from shardrt.protocols import Place, StateFormat
 from shardrt.registry import Registry
 from shardrt.state.optimizers import plain_name
 from shardrt.state.portable import LazyTensor, PortableOptimizer, PortableState
@@ -35,6 +35,11 @@ class OpenCheckpoint:
     def manifest(self) -> Manifest:
         """What it says of itself."""
         return self.files.manifest
+
+    @property
+    def state_format(self) -> StateFormat:
+        """How its files are laid out."""
+        return self.files.state_format
 
     @property
     def where(self) -> str:

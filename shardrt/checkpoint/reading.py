@@ -24,7 +24,7 @@ class CheckedFiles:
         self.place = place
         self.manifest = manifest
         self._directory = directory
-        self._format = state_format
+        self.state_format = state_format
         self._checked: set[int] = set()
         self._kept: tuple[str, int, bytes] | None = None
 
@@ -55,10 +55,14 @@ class CheckedFiles:
         self._checked.add(number)
         return file
 
+    def go_on_with(self, number: int) -> None:
+        """Read a file although its size or header is wrong: for finding out which of its tensors are damaged too."""
+        self._checked.add(number)
+
     def _check_header(self, file: StoredFile, header: bytes, size: int) -> None:
         path = self.path(file)
         try:
-            layout = self._format.read_layout(lambda start, stop: self.place.read(path, start, stop), size)
+            layout = self.state_format.read_layout(lambda start, stop: self.place.read(path, start, stop), size)
         except CheckpointError:
             if checksum(header) == file.header:
                 raise
@@ -98,25 +102,15 @@ class CheckedFiles:
 
     def whole(self, file: int, name: str, advance: Advance = lambda _: None) -> torch.Tensor:
         """A stored tensor, all of it, in its shape."""
-        found = self.check(file).tensors.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"{self._shown(self.manifest.files[file])} has no tensor {name!r}, which the manifest refers to"
-            )
-        spec = found.spec
+        spec = self._stored(self.check(file), name).spec
         into = torch.empty(spec.shape, dtype=dtype_called(spec.dtype))
         self.read(file, name, 0, into.numel(), into.view(-1), advance)
         return into
 
     def verify(self, file: int, name: str, advance: Advance = lambda _: None) -> None:
         """Read a tensor block by block for its checksums alone."""
-        self.check(file)
-        self.verify_blocks(file, name, advance)
-
-    def verify_blocks(self, file: int, name: str, advance: Advance = lambda _: None) -> None:
-        """The same in a file that may be damaged elsewhere: its size and header are not looked at."""
-        stored_file = self.manifest.files[file]
-        stored = stored_file.tensors[name]
+        stored_file = self.check(file)
+        stored = self._stored(stored_file, name)
         buffer = bytearray(min(self.manifest.block_bytes, stored.spec.nbytes))
         for number in range(len(stored.blocks)):
             begin = number * self.manifest.block_bytes
@@ -143,6 +137,12 @@ class CheckedFiles:
             if lo < hi:
                 here = into[lo - start : hi - start]
                 self.read(piece.file, piece.name, lo - piece.start, hi - piece.start, here, advance)
+
+    def _stored(self, file: StoredFile, name: str) -> StoredTensor:
+        found = file.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self._shown(file)} has no tensor {name!r}, which the manifest refers to")
+        return found
 
     def _whole_block(
         self, file: StoredFile, name: str, stored: StoredTensor, number: int, begin: int, end: int

@@ -53,6 +53,10 @@ class SaveName:
         return None if found is None else cls(int(found[1]), int(found[2]))
 
 
+_WRITING_HERE: set[tuple[str, SaveName]] = set()
+"""What this process itself is writing, perhaps from two runtimes: never a leftover."""
+
+
 class Series:
     """The checkpoints under the root of a place."""
 
@@ -80,6 +84,7 @@ class Series:
                 self.place.remove(str(name))
         name = SaveName(max((name.number for name in names), default=0) + 1, step)
         writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        _WRITING_HERE.add((self.place.root, name))
         self.place.publish(f"{name}/{_WRITER}", json.dumps(writer).encode())
         return name
 
@@ -90,10 +95,12 @@ class Series:
     def point_to(self, name: SaveName) -> None:
         """Make it the latest."""
         self.place.publish(POINTER, seal({"latest": str(name)}))
+        _WRITING_HERE.discard((self.place.root, name))
         self.place.remove(f"{name}/{_WRITER}")
 
     def abandon(self, name: SaveName) -> None:
         """Remove one that could not be completed."""
+        _WRITING_HERE.discard((self.place.root, name))
         if not self.is_complete(name):
             self.place.remove(str(name))
 
@@ -119,6 +126,24 @@ class Series:
             )
         return committed[-1]
 
+    def pointer_problem(self) -> str | None:
+        """What is wrong with the pointer, if there is one."""
+        where = f"{POINTER!r} of {self.place.root!r}"
+        try:
+            document = unseal(self.place.read(POINTER), where=where)
+        except FileNotFoundError:
+            return None
+        except CheckpointError as error:
+            return f"{error}; the newest complete checkpoint counts as the latest"
+        name = SaveName.parse(str(document.get("latest")))
+        if name is not None and self.is_complete(name):
+            return None
+        return f"{where} leads to {document.get('latest')!r}, which is no complete checkpoint; the newest one counts"
+
+    def is_leftover(self, name: SaveName) -> bool:
+        """Whether it is not complete, and nobody is going to complete it any more."""
+        return not self.is_complete(name) and self._is_abandoned(name)
+
     def at_step(self, step: int) -> SaveName:
         """The newest complete one of a step."""
         found = [name for name in self.committed() if name.step == step]
@@ -137,6 +162,8 @@ class Series:
         return SaveName.parse(str(document.get("latest")))
 
     def _is_abandoned(self, name: SaveName) -> bool:
+        if (self.place.root, name) in _WRITING_HERE:
+            return False
         try:
             writer: Any = json.loads(self.place.read(f"{name}/{_WRITER}"))
             host, pid, began = str(writer["host"]), int(writer["pid"]), float(writer["time"])

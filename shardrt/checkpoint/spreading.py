@@ -84,7 +84,7 @@ def first_names(tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor
 def optimizer_params(name: str, one: PortableOptimizer, state: PortableState) -> list[ParamSpec]:
     """The parameters of an optimizer: what it says of them, else the model's tensors, else the shape of their state."""
     tensors: dict[str, LazyTensor] = {}
-    for model in reversed(state.models.values()):  # of several with one name, the first model's
+    for model in reversed(list(state.models.values())):  # of several with one name, the first model's
         tensors.update(model)
     group = {param: number for number, options in enumerate(one.groups) for param in options["params"]}
     specs = []

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against the checksums it was written with; whatever is wrong is noted, and the rest read."""
+"""Every byte of a checkpoint against the checksums it was written with; what is wrong is noted, and the rest read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import attrs
 
 from shardrt.checkpoint.manifest import Manifest
 from shardrt.checkpoint.opened import OpenCheckpoint
-from shardrt.errors import CheckpointError, ShardrtError
+from shardrt.errors import CheckpointError
 from shardrt.state.tree import tensor_names
 
 Advance = Callable[[int], None]
@@ -47,6 +47,7 @@ def _file(checkpoint: OpenCheckpoint, number: int, advance: Advance) -> Iterator
         files.check(number)
     except CheckpointError as error:
         yield Problem(file=file.name, tensor=None, error=str(error))
+        files.go_on_with(number)
     for name, tensor in file.tensors.items():
         done = 0
 
@@ -56,7 +57,7 @@ def _file(checkpoint: OpenCheckpoint, number: int, advance: Advance) -> Iterator
             advance(nbytes)
 
         try:
-            files.verify_blocks(number, name, note)
+            files.verify(number, name, note)
         except FileNotFoundError:
             advance(sum(one.spec.nbytes for one in file.tensors.values()))
             return  # said already
@@ -68,17 +69,14 @@ def _file(checkpoint: OpenCheckpoint, number: int, advance: Advance) -> Iterator
 def _values(checkpoint: OpenCheckpoint) -> Iterator[Problem]:
     """Values name the tensors in them; those must be in the file that is said to have them."""
     for what, number, tree in _trees(checkpoint.manifest):
-        try:
-            names = tensor_names(tree, where=what)
-            if not names:
-                continue
-            file = checkpoint.manifest.files[number]
-            lost = [name for name in names if name not in file.tensors]
-        except (ShardrtError, IndexError) as error:
-            yield Problem(file=None, tensor=None, error=f"{what} cannot be read: {error}")
+        if number >= len(checkpoint.manifest.files):
+            yield Problem(file=None, tensor=None, error=f"{what} are of a rank that has no file")
             continue
-        for name in lost:
-            yield Problem(file=file.name, tensor=name, error=f"{what} refers to tensor {name!r}, which is in no file")
+        file = checkpoint.manifest.files[number]
+        for name in tensor_names(tree):
+            if name not in file.tensors:
+                error = f"{what} refers to tensor {name!r}, which file {file.name!r} does not have"
+                yield Problem(file=file.name, tensor=name, error=error)
 
 
 def _trees(manifest: Manifest) -> Iterator[tuple[str, int, Any]]:
