@@ -95,7 +95,7 @@ def _show_series(document: Mapping[str, Any], limit: int) -> None:
     for row in rows:
         state = "latest" if row["name"] == document["latest"] else "" if row["state"] == "complete" else row["state"]
         ranks = "" if row["ranks"] is None else str(row["ranks"])
-        created = (row["created"] or "").replace("T", " ").replace("+00:00", "")
+        created = (row["created"] or "")[:16].replace("T", " ")
         table.add_row(row["name"], str(row["step"]), ranks, size_in_words(row["bytes"]), created, state)
     console.print(table)
     if len(rows) < len(document["checkpoints"]):
