@@ -69,10 +69,10 @@ def choose(
     _check_device_type(registry, device_type)
     chosen = _choose_backend(registry, membership, backend, device_type)
     return Chosen(
-        partitioner=_make("partitioner", partitioner, registry.partitioners.get, Partitioner),
+        partitioner=choose_partitioner(registry, partitioner),
         schedule=_make("schedule", schedule, registry.schedules.get, Schedule),
         backend=chosen,
-        state_format=_make("state_format", state_format, registry.state_formats.get, StateFormat),
+        state_format=choose_state_format(registry, state_format),
         make_place=choose_place(registry, place),
         described={
             "partitioner": described(partitioner),
@@ -118,6 +118,32 @@ def _make(kind: str, given: Any, find: Callable[[str], Any], protocol: type) -> 
             f"the factory of {kind} {choice.name!r} made a {type(made).__name__}, which is no {kind}: that has "
             f"{_members(protocol)}; upgrade or report the plugin"
         )
+    return made
+
+
+def choose_partitioner(registry: Registry, given: Any) -> Partitioner:
+    """A partitioner by name, by name with options, or as it is.
+
+    Example:
+        >>> import shardrt
+        >>> from shardrt.choosing import choose_partitioner
+        >>> choose_partitioner(shardrt.load_registry(), {"name": "flat", "align": 1}).cuts_parameters
+        True
+    """
+    made: Partitioner = _make("partitioner", given, registry.partitioners.get, Partitioner)
+    return made
+
+
+def choose_state_format(registry: Registry, given: Any) -> StateFormat:
+    """A state format by name, by name with options, or as it is.
+
+    Example:
+        >>> import shardrt
+        >>> from shardrt.choosing import choose_state_format
+        >>> choose_state_format(shardrt.load_registry(), "safetensors").suffix
+        '.safetensors'
+    """
+    made: StateFormat = _make("state_format", given, registry.state_formats.get, StateFormat)
     return made
 
 

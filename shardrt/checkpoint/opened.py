@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 
-from shardrt.checkpoint.manifest import Manifest, StoredModel, StoredOptimizer
+from shardrt.checkpoint.manifest import Manifest, Piece, Spread, StoredOptimizer
 from shardrt.checkpoint.reading import CheckedFiles
 from shardrt.checkpoint.series import MANIFEST, Series
 from shardrt.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, ShardrtError
-from shardrt.protocols import Place
+from shardrt.plan import ITEM_SIZES, ParamSpec
+from shardrt.protocols import Place, StateFormat
 from shardrt.registry import Registry
+from shardrt.state.optimizers import plain_name
 from shardrt.state.portable import LazyTensor, PortableOptimizer, PortableState
 from shardrt.state.tree import unpack
 
 _OURS = ("writing.json",)
+_SMALL_BYTES = 64 * 2**10
+"""Tensors inside values (a count of steps) are read at once up to this size."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -32,6 +37,11 @@ class OpenCheckpoint:
         return self.files.manifest
 
     @property
+    def state_format(self) -> StateFormat:
+        """How its files are laid out."""
+        return self.files.state_format
+
+    @property
     def where(self) -> str:
         """For messages."""
         root = self.files.place.root
@@ -40,6 +50,17 @@ class OpenCheckpoint:
     def tree(self, tree: Any, file: int, *, what: str) -> Any:
         """A stored value, with the tensors in it."""
         return unpack(tree, lambda name: self.files.whole(file, name), where=what)
+
+    def lazy_tree(self, tree: Any, file: int, *, what: str) -> Any:
+        """A stored value in which large tensors are read when they are wanted."""
+        return unpack(tree, lambda name: self._small_or_lazy(file, name), where=what)
+
+    def _small_or_lazy(self, file: int, name: str) -> torch.Tensor | LazyTensor:
+        found = self.files.check(file).tensors.get(name)
+        if found is None or found.spec.nbytes <= _SMALL_BYTES:
+            return self.files.whole(file, name)
+        numel = found.spec.nbytes // ITEM_SIZES[found.spec.dtype]
+        return self.files.lazy(Spread(spec=found.spec, pieces=(Piece(file, name, 0, numel),)))
 
     def check_directory(self) -> None:
         """Nothing else may be there: a stray file of another save is a sign that two were mixed."""
@@ -53,36 +74,61 @@ class OpenCheckpoint:
             )
 
     def portable(self) -> PortableState:
-        """Everything in it, read when it is wanted."""
+        """Everything in it but the random states, read when it is wanted."""
         manifest = self.manifest
+        models: dict[str, dict[str, LazyTensor]] = {}
+        for name, model in manifest.models.items():
+            tensors = {key: self.files.lazy(spread) for key, spread in model.tensors.items()}
+            models[name] = {**tensors, **{alias: tensors[key] for alias, key in model.aliases.items()}}
         return PortableState(
-            models={name: self._portable_model(model) for name, model in manifest.models.items()},
+            models=models,
             optimizers={name: self._portable_optimizer(one) for name, one in manifest.optimizers.items()},
-            extra=self.tree(manifest.extra, 0, what="extra"),
+            extra=self.lazy_tree(manifest.extra, 0, what="extra"),
+            buffers={name: model.buffers for name, model in manifest.models.items()},
+            values={
+                name: self.lazy_tree(model.values, 0, what=f"extra state of {name!r}")
+                for name, model in manifest.models.items()
+            },
         )
-
-    def _portable_model(self, model: StoredModel) -> dict[str, LazyTensor]:
-        tensors = {key: self.files.lazy(spread) for key, spread in model.tensors.items()}
-        return {**tensors, **{alias: tensors[key] for alias, key in model.aliases.items()}}  # tied: one object
 
     def _portable_optimizer(self, one: StoredOptimizer) -> PortableOptimizer:
         groups = tuple(
-            {**self.tree(options, 0, what="group options"), "params": list(params)} for options, params in one.groups
+            {**self.lazy_tree(options, 0, what="group options"), "params": list(params)}
+            for options, params in one.groups
         )
         state: dict[str, dict[str, Any]] = {}
         for name, param in one.params.items():
             values: dict[str, Any] = {
-                key: self.tree(tree, file, what=f"optimizer state {key!r} of {name!r}")
+                key: self.lazy_tree(tree, file, what=f"optimizer state {key!r} of {name!r}")
                 for key, (file, tree) in param.trees.items()
             }
             values |= {key: self.files.lazy(spread) for key, spread in param.sliced.items()}
             if values:
                 state[name] = values
-        return PortableOptimizer(groups=groups, state=state, kind=one.kind, step=one.step)
+        return PortableOptimizer(groups=groups, state=state, kind=one.kind, step=one.step, params=_params(one))
 
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.spec.nbytes for file in self.manifest.files for tensor in file.tensors.values())
+
+
+def _params(one: StoredOptimizer) -> dict[str, ParamSpec]:
+    """The parameters as planning sees them; the plan of whoever saved them knows which were trained."""
+    planned = one.plan.get("params", ()) if isinstance(one.plan, dict) else ()
+    frozen = {
+        plain_name(str(row.get("name"))) for row in planned if isinstance(row, dict) and row.get("trainable") is False
+    }
+    group = {name: number for number, (_, params) in enumerate(one.groups) for name in params}
+    return {
+        name: ParamSpec(
+            name=name,
+            shape=param.shape,
+            dtype=param.dtype,
+            trainable=plain_name(name) not in frozen,
+            group=group.get(name, 0),
+        )
+        for name, param in one.params.items()
+    }
 
 
 def find_directory(place: Place, step: int | None) -> str:

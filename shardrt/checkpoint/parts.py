@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import numpy as np
@@ -14,12 +15,16 @@ import torch
 from shardrt.errors import StateError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
+from shardrt.protocols import StateFormat
 from shardrt.state.models import ModelState, answering, model_state, part_of
 from shardrt.state.optimizers import ShardState, group_names, group_options, own_state, stored_names
+from shardrt.state.portable import LazyTensor
 from shardrt.state.tree import pack
 
+Stored = TypeVar("Stored", torch.Tensor, LazyTensor)
 
-class TensorTable:
+
+class TensorTable(Generic[Stored]):
     """The tensors of one file by unique names, in the order in which they are written.
 
     Example:
@@ -31,9 +36,9 @@ class TensorTable:
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Stored] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> str:
+    def add(self, name: str, tensor: Stored) -> str:
         """Keep a tensor; returns the name it got."""
         unique, number = name, 1
         while unique in self.tensors:
@@ -42,16 +47,32 @@ class TensorTable:
         self.tensors[unique] = tensor
         return unique
 
-    def putting(self, name: str) -> Callable[[torch.Tensor], str]:
+    def putting(self, name: str) -> Callable[[Stored], str]:
         """What :func:`shardrt.state.tree.pack` needs to keep the tensors of a tree here."""
         return lambda tensor: self.add(name, tensor)
+
+
+def label_of(name: str, start: int, stop: int, numel: int) -> str:
+    """What a part of a tensor is called in its file.
+
+    Example:
+        >>> from shardrt.checkpoint.parts import label_of
+        >>> label_of("model/w", 0, 6, 6), label_of("model/w", 2, 6, 6)
+        ('model/w', 'model/w[2:6]')
+    """
+    return name if stop - start == numel else f"{name}[{start}:{stop}]"
+
+
+def file_name(rank: int, world_size: int, state_format: StateFormat) -> str:
+    """What a rank's file is called."""
+    return f"rank-{rank:05d}-of-{world_size:05d}{state_format.suffix}"
 
 
 @attrs.define(kw_only=True, eq=False)
 class RankPart:
     """Everything that one rank contributes to a checkpoint."""
 
-    table: TensorTable
+    table: TensorTable[torch.Tensor]
     pieces: dict[str, Any]
     """Of models and optimizers: which of their elements are which tensors of this file, as JSON values."""
     random: Any
@@ -72,7 +93,7 @@ def rank_part(
     for optimizer in optimizers.values():
         optimizer.check_between_steps("saving")
         optimizer.finish()
-    table = TensorTable()
+    table: TensorTable[torch.Tensor] = TensorTable()
     states = {name: model_state(module) for name, module in models.items()}
     names = {name: stored_names(optimizer, models.values()) for name, optimizer in optimizers.items()}
     pieces = {
@@ -105,7 +126,7 @@ def rank_part(
 
 
 def _model_pieces(
-    model: str, state: ModelState, shards: Mapping[str, Sequence[Shard]], table: TensorTable, rank: int
+    model: str, state: ModelState, shards: Mapping[str, Sequence[Shard]], table: TensorTable[torch.Tensor], rank: int
 ) -> dict[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for name, owners in shards.items():
@@ -113,13 +134,13 @@ def _model_pieces(
             if shard.rank == rank:
                 part = part_of(state.tensors[name], shard.start, shard.stop)
                 whole = shard.numel == state.tensors[name].numel()
-                label = f"{model}/{name}" if whole else f"{model}/{name}[{shard.start}:{shard.stop}]"
+                label = label_of(f"{model}/{name}", shard.start, shard.stop, state.tensors[name].numel())
                 stored = table.add(label, part.view(state.tensors[name].shape) if whole else part)
                 found.setdefault(name, []).append([stored, shard.start, shard.stop])
     return found
 
 
-def _model_common(model: str, state: ModelState, table: TensorTable) -> dict[str, Any]:
+def _model_common(model: str, state: ModelState, table: TensorTable[torch.Tensor]) -> dict[str, Any]:
     return {
         "tensors": {
             name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -131,15 +152,18 @@ def _model_common(model: str, state: ModelState, table: TensorTable) -> dict[str
     }
 
 
-def _optimizer_pieces(optimizer: str, state: Sequence[ShardState], table: TensorTable) -> list[Any]:
+def _optimizer_pieces(optimizer: str, state: Sequence[ShardState], table: TensorTable[torch.Tensor]) -> list[Any]:
     """A row per shard: parameter, range, tensors of its sliced values by key, trees by key."""
     rows = []
     for shard in state:
-        whole = shard.stop - shard.start == _numel(shard.shape)
-        run = "" if whole else f"[{shard.start}:{shard.stop}]"
+        numel = math.prod(shard.shape)
+        whole = shard.stop - shard.start == numel
         sliced = {
             key: [
-                table.add(f"{optimizer}/{shard.param}/{key}{run}", tensor if whole else tensor.reshape(-1)),
+                table.add(
+                    label_of(f"{optimizer}/{shard.param}/{key}", shard.start, shard.stop, numel),
+                    tensor if whole else tensor.reshape(-1),
+                ),
                 str(tensor.dtype).removeprefix("torch."),
             ]
             for key, tensor in shard.sliced.items()
@@ -153,13 +177,6 @@ def _optimizer_pieces(optimizer: str, state: Sequence[ShardState], table: Tensor
                 trees[key] = renamed(tree.tree, stored)
         rows.append([shard.param, shard.start, shard.stop, sliced, trees])
     return rows
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def renamed(tree: Any, names: Mapping[str, str]) -> Any:
@@ -180,7 +197,7 @@ def renamed(tree: Any, names: Mapping[str, str]) -> Any:
 
 
 def _optimizer_common(
-    name: str, optimizer: ManagedOptimizer, names: Mapping[str, str], table: TensorTable
+    name: str, optimizer: ManagedOptimizer, names: Mapping[str, str], table: TensorTable[torch.Tensor]
 ) -> dict[str, Any]:
     options = [
         pack(group, table.putting(f"{name}/options"), where=f"options of parameter group {index}")

@@ -19,7 +19,7 @@ import torch
 from shardrt.checkpoint.blocks import BLOCK_BYTES
 from shardrt.checkpoint.manifest import file_from_json, file_json
 from shardrt.checkpoint.merging import merge
-from shardrt.checkpoint.parts import RankPart
+from shardrt.checkpoint.parts import RankPart, file_name
 from shardrt.checkpoint.progress import progress_bar
 from shardrt.checkpoint.series import SaveName, Series
 from shardrt.checkpoint.writing import Staging, write_file
@@ -225,7 +225,7 @@ class _Write:
         with progress_bar(f"saving {self._name}", total, show=show, rank=channel.rank) as advance:
             stored = write_file(
                 request.place,
-                f"{self._name}/rank-{channel.rank:05d}-of-{channel.world_size:05d}{request.state_format.suffix}",
+                f"{self._name}/{file_name(channel.rank, channel.world_size, request.state_format)}",
                 self._tensors,
                 request.state_format,
                 {"format": "shardrt", "id": self._id, "rank": str(channel.rank)},

@@ -126,6 +126,24 @@ class Series:
             )
         return committed[-1]
 
+    def pointer_problem(self) -> str | None:
+        """What is wrong with the pointer, if there is one."""
+        where = f"{POINTER!r} of {self.place.root!r}"
+        try:
+            document = unseal(self.place.read(POINTER), where=where)
+        except FileNotFoundError:
+            return None
+        except CheckpointError as error:
+            return f"{error}; the newest complete checkpoint counts as the latest"
+        name = SaveName.parse(str(document.get("latest")))
+        if name is not None and self.is_complete(name):
+            return None
+        return f"{where} leads to {document.get('latest')!r}, which is no complete checkpoint; the newest one counts"
+
+    def is_leftover(self, name: SaveName) -> bool:
+        """Whether it is not complete, and nobody is going to complete it any more."""
+        return not self.is_complete(name) and self._is_abandoned(name)
+
     def at_step(self, step: int) -> SaveName:
         """The newest complete one of a step."""
         found = [name for name in self.committed() if name.step == step]

@@ -61,6 +61,23 @@ def reach_of(optimizer_class: type[torch.optim.Optimizer], elementwise: bool | N
     return Reach.ELEMENT if elementwise else Reach.PARAMETER
 
 
+def reach_called(name: str) -> Reach:
+    """The reach of an optimizer class that is known by its name alone, with its module or without.
+
+    Nothing is imported: a name that was found in a file must not run code. What is not a class of torch's is not known.
+
+    Example:
+        >>> from shardrt.optim.reach import reach_called
+        >>> [reach_called(name).value for name in ("torch.optim.adamw.AdamW", "lion_pytorch.Lion", "LBFGS")]
+        ['element', 'parameter', 'model']
+    """
+    module, _, short = name.rpartition(".")
+    if short in _WHOLE_MODEL_NAMES:
+        return Reach.MODEL
+    known = any(short == one.__qualname__ and module in (one.__module__, "torch.optim") for one in _ELEMENTWISE)
+    return Reach.ELEMENT if known else Reach.PARAMETER
+
+
 def check_shardable(optimizer_class: type[torch.optim.Optimizer], reach: Reach) -> None:
     """Refuse, before anything is built, an optimizer that cannot be right on a part of the parameters."""
     if reach is Reach.MODEL:

@@ -13,7 +13,8 @@ from typing import Any
 import attrs
 import torch
 
-from shardrt.plan.params import ITEM_SIZES
+from shardrt.plan.params import ITEM_SIZES, ParamSpec
+from shardrt.protocols import TensorSpec
 
 
 def dtype_called(name: str) -> torch.dtype:
@@ -65,6 +66,25 @@ class LazyTensor:
         """Bytes of the whole."""
         return self.numel * ITEM_SIZES[self.dtype]
 
+    @property
+    def spec(self) -> TensorSpec:
+        """What a file says of it."""
+        return TensorSpec(dtype=self.dtype, shape=self.shape)
+
+    def part(self, start: int, stop: int) -> LazyTensor:
+        """The elements ``[start, stop)``, as a flat tensor that is read when it is wanted; all of them in their shape.
+
+        Example:
+            >>> import torch
+            >>> from shardrt.state.portable import LazyTensor
+            >>> LazyTensor.of(torch.arange(6).view(2, 3)).part(2, 5).whole()
+            tensor([2, 3, 4])
+        """
+        if (start, stop) == (0, self.numel):
+            return self
+        read = self.read
+        return LazyTensor(dtype=self.dtype, shape=(stop - start,), read=lambda lo, hi: read(start + lo, start + hi))
+
     def whole(self) -> torch.Tensor:
         """All of it, in its shape, in memory of its own."""
         read = self.read(0, self.numel).view(self.shape)
@@ -89,6 +109,8 @@ class PortableOptimizer:
     """The name of the optimizer class, where it is known."""
     step: int = 0
     """Updates made, where that is known."""
+    params: Mapping[str, ParamSpec] = attrs.field(factory=dict)
+    """Its parameters, where they are known apart from the model's tensors and the state."""
 
 
 @attrs.frozen(kw_only=True)
@@ -104,7 +126,11 @@ class PortableState:
     """
 
     models: Mapping[str, Mapping[str, LazyTensor]]
-    """Parameters and buffers of each model by their names."""
+    """Parameters and buffers of each model by their names. Tied ones are one :class:`LazyTensor` under each name."""
     optimizers: Mapping[str, PortableOptimizer]
     extra: Any = None
     """What the trainer saved beside them: plain values and tensors."""
+    buffers: Mapping[str, frozenset[str]] = attrs.field(factory=dict)
+    """By model: which of its tensors are no parameters, where that is known."""
+    values: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    """By model: what its modules keep beside tensors (``get_extra_state``)."""

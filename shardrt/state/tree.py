@@ -16,6 +16,7 @@ import torch
 
 from shardrt.errors import StateError
 from shardrt.plan.params import ITEM_SIZES
+from shardrt.state.portable import LazyTensor
 
 _MARK = "$"
 """The key that tells a marked value from a plain mapping."""
@@ -24,13 +25,15 @@ _PLAIN = (bool, int, str, type(None))
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Put = Callable[[torch.Tensor], str]
-Get = Callable[[str], torch.Tensor]
+PutLazy = Callable[[LazyTensor], str]
+Get = Callable[[str], torch.Tensor | LazyTensor]
+_Keep = Callable[[torch.Tensor | LazyTensor], str]
 
 
-def pack(value: Any, put: Put, *, where: str) -> Any:
+def pack(value: Any, put: Put, *, where: str, put_lazy: PutLazy | None = None) -> Any:
     """A JSON value from which :func:`unpack` makes an equal one; ``put`` keeps a tensor and says its name.
 
-    ``where`` says in errors what this is.
+    ``where`` says in errors what this is. Tensors that are not in memory go to ``put_lazy``.
 
     Example:
         >>> import torch
@@ -45,7 +48,15 @@ def pack(value: Any, put: Put, *, where: str) -> Any:
         >>> unpack(tree, kept.__getitem__, where="extra")
         {'betas': (0.9, 0.99), 'mean': tensor([1., 1.])}
     """
-    return _pack(value, put, where, 0)
+
+    def keep(tensor: torch.Tensor | LazyTensor) -> str:
+        if not isinstance(tensor, LazyTensor):
+            return put(tensor)
+        if put_lazy is None:
+            raise StateError(f"{where} holds a tensor that is not in memory; read it with whole() first")
+        return put_lazy(tensor)
+
+    return _pack(value, keep, where, 0)
 
 
 def unpack(tree: Any, get: Get, *, where: str) -> Any:
@@ -69,7 +80,7 @@ def tensor_names(tree: Any, depth: int = 0) -> list[str]:
     return [name for item in inside for name in tensor_names(item, depth + 1)]
 
 
-def _pack(value: Any, put: Put, where: str, depth: int) -> Any:
+def _pack(value: Any, put: _Keep, where: str, depth: int) -> Any:
     if depth > _DEEPEST:
         raise StateError(f"{where} is nested more than {_DEEPEST} deep, or contains itself; store something flatter")
     kind = type(value)
@@ -77,6 +88,8 @@ def _pack(value: Any, put: Put, where: str, depth: int) -> Any:
         return value
     if kind is float:
         return value if math.isfinite(value) else {_MARK: "float", "value": str(value)}
+    if kind is LazyTensor:
+        return {_MARK: "tensor", "name": put(value)}
     if isinstance(value, torch.Tensor):
         return _packed_tensor(value, put, where)
     if kind is list:
@@ -104,7 +117,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _packed_tensor(value: torch.Tensor, put: Put, where: str) -> Any:
+def _packed_tensor(value: torch.Tensor, put: _Keep, where: str) -> Any:
     if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in ITEM_SIZES:
         raise StateError(f"{where} is a tensor of {value.dtype}, {value.layout}, which cannot be stored; make it dense")
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
@@ -112,7 +125,7 @@ def _packed_tensor(value: torch.Tensor, put: Put, where: str) -> Any:
     return {_MARK: "tensor", "name": put(value.detach())}
 
 
-def _packed_leaf(value: Any, put: Put, where: str) -> Any:
+def _packed_leaf(value: Any, put: _Keep, where: str) -> Any:
     if isinstance(value, complex):
         return {_MARK: "complex", "parts": [_pack(part, put, where, 0) for part in (value.real, value.imag)]}
     if isinstance(value, (bytes, bytearray)):
@@ -173,6 +186,7 @@ def _unpack_marked(tree: Mapping[str, Any], get: Get, where: str, depth: int) ->
         return _numpy_dtype(tree).type(_unpack(tree["value"], get, where, depth + 1))
     if kind == "array":
         data = get(_text(tree["name"]))
+        data = data.whole() if isinstance(data, LazyTensor) else data
         return np.frombuffer(data.numpy().tobytes(), dtype=_numpy_dtype(tree)).reshape(tree["shape"]).copy()
     if kind in ("dict", "OrderedDict", "Counter"):
         pairs = [[_unpack(part, get, where, depth + 1) for part in pair] for pair in tree["items"]]

@@ -1,0 +1,101 @@
+"""``shardrt ckpt export``: a checkpoint as another program reads it."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardrt.cli.ckpt.options import json_option, step_option
+from shardrt.cli.ckpt.telling import tell_written
+from shardrt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardrt.state.portable import PortableState
+
+
+@click.command()
+@click.argument("path")
+@click.argument("out")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["torch", "dcp", "hf"]),
+    required=True,
+    help="State dicts by torch.save, a directory of torch.distributed.checkpoint, or Hugging Face's safetensors.",
+)
+@click.option("--prefix", default="", help="With dcp: the key that everything goes under.")
+@click.option("--flatten", is_flag=True, help="With dcp: the optimizer's state as flatten_optimizer_state_dict.")
+@click.option(
+    "--max-shard-gb", type=click.FloatRange(min=0, min_open=True), default=5.0, help="With hf: a file's size."
+)
+@step_option
+@json_option
+def export(
+    path: str,
+    out: str,
+    kind: str,
+    prefix: str,
+    flatten: bool,
+    max_shard_gb: float,
+    step: int | None,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint as another program reads it.
+
+    OUT is a directory. For torch it gets model.pt and optimizer.pt, whichever there are, and for dcp it must not exist.
+    """
+    import shardrt
+    from shardrt.cli.ckpt.opening import open_path
+
+    checkpoint = open_path(path, step, shardrt.load_registry())
+    state = checkpoint.portable()
+    interchange: Any = importlib.import_module("shardrt.interchange")
+    if kind == "torch":
+        _write_torch(interchange, state, Path(out))
+    elif kind == "dcp":
+        interchange.write_dcp(state, out, prefix=prefix, flatten=flatten)
+    else:
+        interchange.write_hf(state, out, max_shard_bytes=max_shard_gb * 1e9)
+    document = {
+        "source": checkpoint.where,
+        "source_ranks": checkpoint.manifest.world_size,
+        "kind": kind,
+        "path": out,
+        "notes": left_out(state, kind),
+    }
+    tell_written(document, as_json)
+
+
+def _write_torch(interchange: Any, state: PortableState, directory: Path) -> None:
+    model = directory / "model.pt" if state.models else None
+    optimizer = directory / "optimizer.pt" if state.optimizers else None
+    there = [str(file) for file in (model, optimizer) if file is not None and file.exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)} is there already; name another directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be made: {error}; name another directory") from error
+    interchange.write_torch(state, model, optimizer)
+
+
+def left_out(state: PortableState, kind: str) -> list[str]:
+    """What a kind of file has no place for.
+
+    Example:
+        >>> from shardrt.cli.ckpt.exporting import left_out
+        >>> from shardrt.state.portable import PortableState
+        >>> left_out(PortableState(models={}, optimizers={}, extra={"epoch": 3}), "torch")
+        ['random states are not exported', 'extra is not exported: torch has no place for it']
+    """
+    notes = ["random states are not exported"]
+    if state.extra and kind != "dcp":
+        notes.append(f"extra is not exported: {kind} has no place for it")
+    if state.optimizers and kind == "hf":
+        notes.append("optimizers are not exported: hf is for weights")
+    if any(state.values.values()):
+        notes.append("what modules keep beside tensors (get_extra_state) is not exported")
+    return notes
