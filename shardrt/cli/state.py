@@ -105,7 +105,8 @@ def _about(report: StateReport) -> Iterator[str]:
         "on the fullest rank and on average (VmHWM). synced: whether files are on the disk when it is done; torch.save "
         "leaves them to the system. Files were just written when they are loaded, and rt.load verifies them."
     )
-    yield "DCP: torch.distributed.checkpoint, of DTensors cut along their first dim. x time: medians of the rounds' ratios. x memory: of the fullest ranks."
+    yield "DCP: torch.distributed.checkpoint, of DTensors cut along their first dim."
+    yield "x time: medians of the rounds' ratios. x memory: of the fullest ranks."
     more = report[BEHIND].more
     yield (
         f"Asynchronous: the call took {more['call_seconds']:.2f} s (the first one of a run "
