@@ -14,7 +14,14 @@ from rich.table import Table
 
 import shardrt
 from shardrt.testing import RankPool
-from tests import acceptance_hang, acceptance_interchange, acceptance_join, acceptance_overlap, acceptance_state
+from tests import (
+    acceptance_elastic,
+    acceptance_hang,
+    acceptance_interchange,
+    acceptance_join,
+    acceptance_overlap,
+    acceptance_state,
+)
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
 
@@ -135,6 +142,7 @@ SECTIONS = {
     "storm": (acceptance_overlap.storms,),
     "reshard": (acceptance_state.reshard,),
     "roundtrip": (acceptance_state.torch_round_trips, acceptance_interchange.round_trips),
+    "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),
 }

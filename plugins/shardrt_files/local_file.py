@@ -7,15 +7,23 @@ from contextlib import suppress
 
 from shardrt.errors import CheckpointError
 from shardrt_files.directories import open_below, synchronise
+from shardrt_files.early_writing import begin_writing
 from shardrt_files.faults import told
 from shardrt_files.temporary import temporary_name
 
+_WORTH_BEGINNING = 4 * 2**20
+"""Bytes: smaller requests would cut what the disk gets into small pieces."""
+
 
 class LocalFile:
-    """Writes go to the system as they come, with no buffer in between; ``commit`` gives the file its name."""
+    """Writes go to the system as they come, with no buffer in between; ``commit`` gives the file its name.
+
+    See Note [Write early].
+    """
 
     def __init__(self, directory: int, path: str, root: str) -> None:
         self._is_open = False
+        self._written = self._begun = 0
         self._path = path
         self._root = root
         self._name = path.rpartition("/")[2]
@@ -38,7 +46,12 @@ class LocalFile:
         view = view.cast("B")
         with told("write", self._path, self._root):
             while view.nbytes:  # the system takes at most 2 GiB at a time, and less where a disk is nearly full
-                view = view[os.write(self._file, view) :]
+                count = os.write(self._file, view)
+                view = view[count:]
+                self._written += count
+        if self._written - self._begun >= _WORTH_BEGINNING:
+            begin_writing(self._file, self._begun, self._written - self._begun)
+            self._begun = self._written
 
     def commit(self) -> None:
         """Synchronise the bytes, then give the file its name, then synchronise the name."""

@@ -10,6 +10,7 @@ import click
 from shardrt.cli.contest import contest_options, contest_progress, number_or_blank, show_contest
 from shardrt.cli.link import link
 from shardrt.cli.overlap import overlap
+from shardrt.cli.state import state
 
 if TYPE_CHECKING:
     from shardrt.bench.peers import PeersReport
@@ -24,6 +25,7 @@ def bench() -> None:
 
 bench.add_command(link)
 bench.add_command(overlap)
+bench.add_command(state)
 
 
 @bench.command()

@@ -153,6 +153,13 @@ def test_guides_run_on_two_ranks(ranks: RankPool, tmp_path: Path, name: str) -> 
     assert ranks.run(run_page, ranks=2, init=None, page=str(page), shared=str(tmp_path)) == [len(to_run(page))] * 2
 
 
+def test_the_elastic_guide_runs_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Under torchrun its trainer is started again and again, with checkpoints in a directory that all ranks share."""
+    page = ROOT / "docs" / "elastic.md"
+    shared = {"RUN_DIR": str(tmp_path)}
+    assert ranks.run(run_page, ranks=2, init=None, env=shared, page=str(page)) == [len(to_run(page))] * 2
+
+
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     skipped = [
         f"{name_of(page)}:{block.line}: {block.reason_not_run}"

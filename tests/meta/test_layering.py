@@ -208,6 +208,8 @@ FORBIDDEN_CALLS = {"torch.load", "torch.save", "torch.multiprocessing"}
 FORBIDDEN_NAMES = {"load_state_dict_from_url", "allow_pickle"}
 SERIALISER = ROOT / "shardrt" / "interchange" / "torch_serial.py"
 """The one file that may read and write torch's own files; how it reads them is checked below."""
+WRITES_AS_TORCH_DOES = {ROOT / "shardrt" / "bench" / "state_ways.py"}
+"""Where torch's own way of writing files is measured. Writing executes nothing; reading is allowed nowhere."""
 
 
 def executable_data(source: str) -> list[str]:
@@ -249,6 +251,8 @@ def test_no_data_is_ever_executed(path: Path) -> None:
     found = executable_data(path.read_text(encoding="utf-8"))
     if path == SERIALISER:
         found = [one for one in found if not one.endswith((": torch.load", ": torch.save"))]
+    if path in WRITES_AS_TORCH_DOES:
+        found = [one for one in found if not one.endswith(": torch.save")]
     assert found == []
 
 

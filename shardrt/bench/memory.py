@@ -1,0 +1,79 @@
+"""How much more memory a rank holds for a moment: the system's own high-water mark, set back before.
+
+Writing 5 to ``/proc/self/clear_refs`` sets ``VmHWM`` back to what is resident now. Unlike looking now and then in a
+thread, that misses nothing and costs nothing. Freed memory that the allocator keeps is given back first, since using
+it again would not show.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import attrs
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+@attrs.define(kw_only=True, eq=False)
+class Peak:
+    """What was held at most, above what there was before."""
+
+    nbytes: int | None = None
+    """None until it is over, and where the system does not say."""
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """Measure a block.
+
+    Example:
+        >>> from shardrt.bench.memory import peak_memory
+        >>> with peak_memory() as peak:
+        ...     data = bytearray(32 * 2**20)
+        >>> peak.nbytes is None or peak.nbytes > 30 * 2**20
+        True
+    """
+    gc.collect()
+    give_back()
+    peak = Peak()
+    try:
+        _CLEAR.write_text("5")
+        before = status_bytes(_STATUS.read_text(), "VmRSS")
+    except OSError:  # not Linux, or a container that forbids it
+        yield peak
+        return
+    yield peak
+    after = status_bytes(_STATUS.read_text(), "VmHWM")
+    if before is not None and after is not None:
+        peak.nbytes = max(after - before, 0)
+
+
+def status_bytes(status: str, field: str) -> int | None:
+    """A field of the system's table of a process.
+
+    Example:
+        >>> from shardrt.bench.memory import status_bytes
+        >>> status_bytes("VmPeak:      20 kB" + chr(10) + "VmHWM:      12 kB", "VmHWM")
+        12288
+    """
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return 1024 * int(value.split()[0])
+    return None
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the allocator can be asked to.
+
+    Example:
+        >>> from shardrt.bench.memory import give_back
+        >>> give_back()
+    """
+    with suppress(OSError, AttributeError):  # another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
