@@ -232,7 +232,7 @@ class KeepingCalls:
         if wanted and len(trees) == self.world_size:
             return checkpoint.tree(trees[self.rank], self.rank, what="random states")
         for number in range(self.rank, len(trees), self.world_size):
-            for name in tensor_names(trees[number], where="random states"):
+            for name in tensor_names(trees[number]):
                 checkpoint.files.verify(number, name)
         if wanted and trees:
             self.log.info("random.unchanged", saved_by=len(trees), ranks=self.world_size)

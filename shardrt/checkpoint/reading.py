@@ -98,12 +98,7 @@ class CheckedFiles:
 
     def whole(self, file: int, name: str, advance: Advance = lambda _: None) -> torch.Tensor:
         """A stored tensor, all of it, in its shape."""
-        found = self.check(file).tensors.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"{self._shown(self.manifest.files[file])} has no tensor {name!r}, which the manifest refers to"
-            )
-        spec = found.spec
+        spec = self._stored(self.check(file), name).spec
         into = torch.empty(spec.shape, dtype=dtype_called(spec.dtype))
         self.read(file, name, 0, into.numel(), into.view(-1), advance)
         return into
@@ -111,7 +106,7 @@ class CheckedFiles:
     def verify(self, file: int, name: str, advance: Advance = lambda _: None) -> None:
         """Read a tensor block by block for its checksums alone."""
         stored_file = self.check(file)
-        stored = stored_file.tensors[name]
+        stored = self._stored(stored_file, name)
         buffer = bytearray(min(self.manifest.block_bytes, stored.spec.nbytes))
         for number in range(len(stored.blocks)):
             begin = number * self.manifest.block_bytes
@@ -138,6 +133,12 @@ class CheckedFiles:
             if lo < hi:
                 here = into[lo - start : hi - start]
                 self.read(piece.file, piece.name, lo - piece.start, hi - piece.start, here, advance)
+
+    def _stored(self, file: StoredFile, name: str) -> StoredTensor:
+        found = file.tensors.get(name)
+        if found is None:
+            raise CheckpointError(f"{self._shown(file)} has no tensor {name!r}, which the manifest refers to")
+        return found
 
     def _whole_block(
         self, file: StoredFile, name: str, stored: StoredTensor, number: int, begin: int, end: int

@@ -53,22 +53,20 @@ def unpack(tree: Any, get: Get, *, where: str) -> Any:
     return _unpack(tree, get, where, 0)
 
 
-def tensor_names(tree: Any, *, where: str) -> list[str]:
+def tensor_names(tree: Any, depth: int = 0) -> list[str]:
     """The names of the tensors in a tree, in order.
 
     Example:
         >>> from shardrt.state.tree import tensor_names
-        >>> tensor_names([1, {"$": "tensor", "name": "t"}], where="extra")
+        >>> tensor_names([1, {"$": "tensor", "name": "t"}])
         ['t']
     """
-    found: list[str] = []
-
-    def note(name: str) -> torch.Tensor:
-        found.append(name)
-        return torch.empty(0)
-
-    unpack(tree, note, where=where)
-    return found
+    if depth > 2 * _DEEPEST:
+        return []
+    if isinstance(tree, dict) and tree.get(_MARK) in ("tensor", "array"):
+        return [str(tree.get("name"))]
+    inside = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [name for item in inside for name in tensor_names(item, depth + 1)]
 
 
 def _pack(value: Any, put: Put, where: str, depth: int) -> Any:
