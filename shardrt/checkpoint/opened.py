@@ -16,6 +16,8 @@ from shardrt.state.portable import PortableOptimizer, PortableState
 from shardrt.state.tree import unpack
 
 _OURS = ("writing.json",)
+_MOST_MANIFEST_BYTES = 2**30
+"""Millions of tensors fit in. What is larger is not read at all."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -39,7 +41,14 @@ class OpenCheckpoint:
 
     def tree(self, tree: Any, file: int, *, what: str) -> Any:
         """A stored value, with the tensors in it."""
-        return unpack(tree, lambda name: self.files.whole(file, name), where=what)
+        return unpack(tree, lambda name: self.files.whole(file, name), where=f"{what} in {self.where!r}")
+
+    def mapping(self, tree: Any, file: int, *, what: str) -> dict[str, Any]:
+        """A stored value that must be a mapping by text."""
+        value = self.tree(tree, file, what=what)
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            raise CheckpointError(f"{what} in {self.where!r} must be a mapping of names, it is {str(value)[:60]}")
+        return value
 
     def check_directory(self) -> None:
         """Nothing else may be there: a stray file of another save is a sign that two were mixed."""
@@ -69,7 +78,7 @@ class OpenCheckpoint:
 
     def _portable_optimizer(self, one: StoredOptimizer) -> PortableOptimizer:
         groups = tuple(
-            {**self.tree(options, 0, what="group options"), "params": list(params)} for options, params in one.groups
+            {**self.mapping(options, 0, what="group options"), "params": list(params)} for options, params in one.groups
         )
         state: dict[str, dict[str, Any]] = {}
         for name, param in one.params.items():
@@ -103,6 +112,12 @@ def open_checkpoint(place: Place, registry: Registry, directory: str) -> OpenChe
     """Read the manifest of a checkpoint and check it; errors say which earlier ones there are."""
     path = f"{directory}/{MANIFEST}" if directory else MANIFEST
     try:
+        size = place.size(path)
+        if size > _MOST_MANIFEST_BYTES:
+            raise DamagedCheckpointError(
+                f"manifest {path!r} of {place.root!r} has {size} bytes, and {_MOST_MANIFEST_BYTES} is the most that "
+                "one may have"
+            )
         data = place.read(path)
     except FileNotFoundError:
         raise NoCheckpointError(f"{place.root!r} has no {path!r}; there is no complete checkpoint") from None
