@@ -244,19 +244,22 @@ class EndingAdamW(torch.optim.AdamW):
         return result
 
 
-def train(path: str, asynchronous: bool, victim: int | None = None, point: dict[str, Any] | None = None) -> Any:
+def train(path: str, asynchronous: bool, timeout: float, victim: int | None = None, point: Point | None = None) -> Any:
     """Go on from the latest checkpoint, if there is one, to the end; rank ``victim`` ends at the point.
 
     Returns what was found, and digests of this rank's state when it was loaded, after each step and at the end.
     """
     rank = dist.get_rank()
-    watch = Watch(Point(**point) if point is not None and rank == victim else None)
+    watch = Watch(point if rank == victim else None)
     make_place = choose_place(shardrt.load_registry())
     dist.barrier()  # a process that was just started has imported everything now, and need not hurry
     EndingAdamW.watch = watch
-    with watching(watch), shardrt.Runtime(
-        partitioner="flat", timeout=4 if point else 40, place=lambda root: WatchedPlace(make_place(root), watch)
-    ) as rt:
+    with (
+        watching(watch),
+        shardrt.Runtime(
+            partitioner="flat", timeout=timeout, place=lambda root: WatchedPlace(make_place(root), watch)
+        ) as rt,
+    ):
         torch.manual_seed(0)
         model = Net()
         opt = rt.optimizer(model.named_parameters(), EndingAdamW, lr=0.05, elementwise=True)
@@ -272,7 +275,7 @@ def train(path: str, asynchronous: bool, victim: int | None = None, point: dict[
             if watch.reached("between steps", step):
                 end_this_process()
             loss = model(torch.randn(8, 6)).pow(2).mean()
-            model.first.bias.register_hook(lambda grad, step=step: in_backward(watch, step, grad))
+            loss.register_hook(lambda grad, step=step: in_backward(watch, step, grad))
             loss.backward()
             opt.step()
             opt.zero_grad()
@@ -281,9 +284,7 @@ def train(path: str, asynchronous: bool, victim: int | None = None, point: dict[
             if step in SAVES:
                 watch.save = SAVES[step]
                 extra = {"step": step, "schedule": schedule.state_dict()}
-                rt.save(
-                    path, model=model, optimizer=opt, extra=extra, asynchronous=asynchronous, keep_last=KEEP_LAST
-                )
+                rt.save(path, model=model, optimizer=opt, extra=extra, asynchronous=asynchronous, keep_last=KEEP_LAST)
     series = Series(make_place(path))
     return {
         "found": None if found is None else begin,
@@ -310,7 +311,9 @@ def digest(model: torch.nn.Module, opt: Any) -> str:
     for shard, stepped in opt.owned():
         found.update(repr(shard).encode())
         for key, value in sorted(kept.get(stepped, {}).items()):
-            found.update(key.encode() + torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                key.encode() + torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
     options = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     found.update(repr(options).encode() + torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()
