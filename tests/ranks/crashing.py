@@ -28,7 +28,6 @@ from shardrt.choosing import choose_place
 from shardrt.comm.control import StoreControl
 
 STEPS = 9
-"""One more than the last save, so that a lost rank is always missed by the others."""
 SAVES = {2: 1, 4: 2, 6: 3, 8: 4}
 """The number of each save, by its step."""
 KEEP_LAST = 2
@@ -271,6 +270,7 @@ def train(path: str, asynchronous: bool, timeout: float, victim: int | None = No
         begin = 0 if found is None else int(found["step"])
         EndingAdamW.number = begin
         digests = {str(begin): digest(model, opt)}
+        last = None
         for step in range(begin + 1, STEPS + 1):
             if watch.reached("between steps", step):
                 end_this_process()
@@ -284,7 +284,12 @@ def train(path: str, asynchronous: bool, timeout: float, victim: int | None = No
             if step in SAVES:
                 watch.save = SAVES[step]
                 extra = {"step": step, "schedule": schedule.state_dict()}
-                rt.save(path, model=model, optimizer=opt, extra=extra, asynchronous=asynchronous, keep_last=KEEP_LAST)
+                last = rt.save(
+                    path, model=model, optimizer=opt, extra=extra, asynchronous=asynchronous, keep_last=KEEP_LAST
+                )
+        if last is not None:
+            last.wait()
+        rt.differs("the end", 0)  # whoever was lost in the last save is missed here
     series = Series(make_place(path))
     return {
         "found": None if found is None else begin,

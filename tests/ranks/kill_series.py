@@ -134,7 +134,7 @@ def judge(kill: Kill, answers: Sequence[Any], reference: Sequence[Any]) -> Verdi
         if rank == kill.victim and killed["status"] != "SIGKILL":
             problems.append(f"rank {rank} was to be killed: {killed}")
         if rank != kill.victim and not (killed["status"] == "error" and killed["ours"]):
-            problems.append(f"rank {rank} lost a peer and says: {killed}")
+            problems.append(f"rank {rank} lost a peer and says: {str(killed)[:300]}")
     resumed = [second for _, second in answers]
     if any(one["status"] != "ok" for one in resumed):
         return Verdict(kill=kill, found="none", problems=(*problems, f"did not go on: {resumed}"))
