@@ -22,6 +22,7 @@ from shardrt.errors import (
     DamagedCheckpointError,
     NoCheckpointError,
     PeerError,
+    StateError,
 )
 from shardrt.handshake import Field, agreement
 from shardrt.optim.managed import ManagedOptimizer
@@ -231,7 +232,10 @@ class KeepingCalls:
         trees = checkpoint.manifest.random
         if wanted and len(trees) == self.world_size:
             states = checkpoint.mapping(trees[self.rank], self.rank, what="random states")
-            check_random_states(states)
+            try:
+                check_random_states(states)
+            except StateError as error:
+                raise StateError(f"{checkpoint.where!r}: {error}") from error
             return states
         for number in range(self.rank, len(trees), self.world_size):
             for name in tensor_names(trees[number]):

@@ -126,8 +126,9 @@ def open_checkpoint(place: Place, registry: Registry, directory: str) -> OpenChe
         state_format = registry.state_formats.get(manifest.state_format).factory()
     except ShardrtError as error:
         others = [str(name) for name in Series(place).committed() if str(name) != directory] if directory else []
-        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        raise kind(f"{error}{_instead(others)}") from error
+        if isinstance(error, CheckpointError):
+            raise type(error)(f"{error}{_instead(others)}") from error
+        raise CheckpointError(f"manifest {path!r} of {place.root!r}: {error}{_instead(others)}") from error
     return OpenCheckpoint(files=CheckedFiles(place, directory, manifest, state_format), directory=directory)
 
 
