@@ -11,7 +11,7 @@ import torch
 
 from shardrt.checkpoint.loading import apply_model, apply_optimizer, read_model, read_optimizer
 from shardrt.checkpoint.opened import OpenCheckpoint, find_directory, instead_of, open_checkpoint
-from shardrt.checkpoint.parts import rank_part, set_random_states
+from shardrt.checkpoint.parts import check_random_states, rank_part, set_random_states
 from shardrt.checkpoint.progress import progress_bar
 from shardrt.checkpoint.saving import Saver, SaveRequest, Saving
 from shardrt.choosing import Chosen
@@ -22,6 +22,7 @@ from shardrt.errors import (
     DamagedCheckpointError,
     NoCheckpointError,
     PeerError,
+    StateError,
 )
 from shardrt.handshake import Field, agreement
 from shardrt.optim.managed import ManagedOptimizer
@@ -155,7 +156,7 @@ class KeepingCalls:
         if self._saver is not None:
             self._saver.finish()
         channel = self._control.another()
-        with _as_load_error(), torch.no_grad():
+        with _as_load_error(self.rank), torch.no_grad():
             with agreement(channel, "load") as fields:
                 for living in self.living_optimizers():
                     living.finish()
@@ -238,7 +239,12 @@ class KeepingCalls:
         """This rank's; where there are fewer or more ranks than there were, they are verified and left."""
         trees = checkpoint.manifest.random
         if wanted and len(trees) == self.world_size:
-            return checkpoint.tree(trees[self.rank], self.rank, what="random states")
+            states = checkpoint.mapping(trees[self.rank], self.rank, what="random states")
+            try:
+                check_random_states(states)
+            except StateError as error:
+                raise StateError(f"{checkpoint.where!r}: {error}") from error
+            return states
         for number in range(self.rank, len(trees), self.world_size):
             for name in tensor_names(trees[number]):
                 checkpoint.files.verify(number, name)
@@ -324,15 +330,17 @@ def _found(place: Any, step: int | None) -> dict[str, str]:
         return {"directory": find_directory(place, step)}
     except NoCheckpointError as error:
         return {"missing": str(error)}
-    except CheckpointError as error:
-        return {"error": str(error)}
+    except Exception as error:  # of whatever place: the others wait for an answer
+        return {"error": f"rank 0 could not look for a checkpoint: {error}"}
 
 
 @contextmanager
-def _as_load_error() -> Iterator[None]:
+def _as_load_error(rank: int) -> Iterator[None]:
     try:
         yield
     except PeerError as error:
         raise CheckpointError(str(error)) from error
     except CommunicationError as error:
         raise CheckpointError(f"the checkpoint was not loaded: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"rank {rank} could not load: {error}; see whether the place can be read from") from error

@@ -15,6 +15,7 @@ from rich.table import Table
 import shardrt
 from shardrt.testing import RankPool
 from tests import (
+    acceptance_damage,
     acceptance_elastic,
     acceptance_hang,
     acceptance_interchange,
@@ -142,6 +143,8 @@ SECTIONS = {
     "storm": (acceptance_overlap.storms,),
     "reshard": (acceptance_state.reshard,),
     "roundtrip": (acceptance_state.torch_round_trips, acceptance_interchange.round_trips),
+    "kills": (acceptance_damage.kills,),
+    "damage": (acceptance_damage.damage, acceptance_damage.hostile),
     "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),

@@ -8,6 +8,7 @@ the part it answers for, and the parts are then spread in windows, so that no by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any
 
 import attrs
@@ -70,7 +71,7 @@ def read_model(
         match = next((one for one in (key, *aliases) if one in spreads), None)
         if match is not None:
             found[key] = spreads[match]
-    values = checkpoint.tree(stored.values, 0, what=f"extra state of {name!r}")
+    values = checkpoint.mapping(stored.values, 0, what=f"extra state of {name!r}")
     known = {*state.tensors, *state.aliases, *state.values}
     missing = [key for key in (*state.tensors, *state.values) if key not in found and key not in values]
     unexpected = [key for key in (*spreads, *values) if key not in known]
@@ -84,6 +85,11 @@ def read_model(
             raise StateError(
                 f"{key!r} has shape {list(spread.spec.shape)} in {checkpoint.where!r} and {list(tensor.shape)} in the "
                 "model; load it into the same model"
+            )
+        if tensor.is_complex() != dtype_called(spread.spec.dtype).is_complex:
+            raise StateError(
+                f"{key!r} is {spread.spec.dtype} in {checkpoint.where!r} and {tensor.dtype} in the model; complex "
+                "numbers and real ones are not taken for one another"
             )
         for shard in owners:
             if shard.rank == rank:
@@ -170,7 +176,7 @@ def read_optimizer(
         values = _values(checkpoint, names[shard.param], param, shard, stepped, advance, counts_on_device)
         if values:
             state[stepped] = values
-    options = _options(checkpoint, stored, group_names(optimizer, names), strict=strict)
+    options = _options(checkpoint, stored, optimizer, group_names(optimizer, names), strict=strict)
     return ReadOptimizer(optimizer=optimizer, state=state, options=options, step=stored.step)
 
 
@@ -206,7 +212,12 @@ def _values(
 
 
 def _options(
-    checkpoint: OpenCheckpoint, stored: StoredOptimizer, groups: list[list[str]], *, strict: bool
+    checkpoint: OpenCheckpoint,
+    stored: StoredOptimizer,
+    optimizer: ManagedOptimizer,
+    groups: list[list[str]],
+    *,
+    strict: bool,
 ) -> list[dict[str, Any]] | None:
     theirs = [set(params) for _, params in stored.groups]
     ours = [set(params) for params in groups]
@@ -218,7 +229,27 @@ def _options(
                 "pass strict=False to keep this optimizer's options"
             )
         return None
-    return [checkpoint.tree(options, 0, what="group options") for options, _ in stored.groups]
+    found = [checkpoint.mapping(options, 0, what="group options") for options, _ in stored.groups]
+    for options, group in zip(found, optimizer.param_groups, strict=True):
+        for key, value in options.items():
+            if key in ("params", "param_names") or not _is_alike(value, group.get(key)):
+                raise StateError(
+                    f"the option {key!r} of a group in {checkpoint.where!r} is {str(value)[:60]}, which cannot take "
+                    f"the place of {str(group.get(key))[:60]}"
+                )
+    return found
+
+
+def _is_alike(value: Any, held: Any) -> bool:
+    """Whether an option may follow another: numbers follow numbers, and pairs pairs. Most optimizers do not look."""
+    if value is None or held is None:
+        return True
+    number = (Number, torch.Tensor)
+    if isinstance(held, number):
+        return isinstance(value, number)
+    if isinstance(held, (tuple, list)):
+        return isinstance(value, (tuple, list)) and len(value) == len(held) and all(map(_is_alike, value, held))
+    return type(value) is type(held)
 
 
 def apply_optimizer(read: ReadOptimizer) -> None:

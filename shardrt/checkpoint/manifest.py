@@ -7,6 +7,7 @@ A flipped bit anywhere, spaces included, or a cut end is found before anything i
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -131,11 +132,11 @@ class Manifest:
         document = unseal(data, where=where)
         try:
             if document.get("format") != FORMAT:
-                raise CheckpointError(f"{where} is of format {document.get('format')!r}, not {FORMAT!r}")
+                raise CheckpointError(f"{where} is of format {str(document.get('format'))[:60]!r}, not {FORMAT!r}")
             if document.get("version") != VERSION:
                 raise CheckpointError(
-                    f"{where} has version {document.get('version')!r} of the format; this shardrt reads version "
-                    f"{VERSION}: use the shardrt that wrote it, or a newer one"
+                    f"{where} has version {str(document.get('version'))[:60]} of the format; this shardrt reads "
+                    f"version {VERSION}: use the shardrt that wrote it, or a newer one"
                 )
             return _from_json(document)
         except PlanError as error:
@@ -250,7 +251,10 @@ def _from_json(document: Mapping[str, Any]) -> Manifest:
     if len({file.name for file in files}) != len(files):
         raise PlanError("two of its files have one name")
     if len(files) != world_size:
-        raise PlanError(f"it is of {world_size} ranks and lists {len(files)} files")
+        raise PlanError(f"it is of {world_size} ranks and has {len(files)} files, where each rank has one")
+    random = tuple(read_list(document, "random", where=where))
+    if len(random) not in (0, len(files)):
+        raise PlanError(f"it has random states of {len(random)} ranks and files of {len(files)}")
     models = {str(k): _model(v, files) for k, v in _mapping(document, "models", where).items()}
     optimizers = {str(k): _optimizer(v, files) for k, v in _mapping(document, "optimizers", where).items()}
     return Manifest(
@@ -264,7 +268,7 @@ def _from_json(document: Mapping[str, Any]) -> Manifest:
         models=models,
         optimizers=optimizers,
         extra=read_field(document, "extra", where=where),
-        random=tuple(read_list(document, "random", where=where)),
+        random=random,
         software=_mapping(document, "software", where),
         runtime=_mapping(document, "runtime", where),
     )
@@ -280,12 +284,16 @@ def _mapping(data: object, key: str, where: str) -> dict[str, Any]:
 def _spec(dtype: object, shape: object, where: str) -> TensorSpec:
     if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
         raise PlanError(f"{where} has dtype {dtype!r}; known dtypes: {', '.join(ITEM_SIZES)}")
-    if not isinstance(shape, list) or not all(map(is_count, shape)) or len(shape) > 64:
+    if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > 64:
         raise PlanError(f"{where} has shape {str(shape)[:60]}, which is not a list of sizes")
-    spec = TensorSpec(dtype=dtype, shape=tuple(shape))
-    if spec.nbytes > _LARGEST:
-        raise PlanError(f"{where} claims {spec.nbytes} bytes, which no file has")
-    return spec
+    # Sizes of 0 aside: (2**62, 2**62, 0) has no bytes, and yet strides that nobody can compute.
+    if math.prod(filter(None, shape)) * ITEM_SIZES[dtype] > _LARGEST:
+        raise PlanError(f"{where} has shape {str(shape)[:60]}, which is larger than any file")
+    return TensorSpec(dtype=dtype, shape=tuple(shape))
+
+
+def _is_size(value: object) -> bool:
+    return is_count(value) and value <= _LARGEST  # type: ignore[operator]
 
 
 def file_from_json(data: object, block_bytes: int) -> StoredFile:
@@ -354,7 +362,7 @@ def _model(data: object, files: tuple[StoredFile, ...]) -> StoredModel:
     tensors = {n: _spread(row, files, f"model tensor {n!r}") for n, row in _mapping(data, "tensors", "model").items()}
     aliases = _mapping(data, "aliases", "model")
     for alias, name in aliases.items():
-        if name not in tensors:
+        if not isinstance(name, str) or name not in tensors:
             raise PlanError(f"{alias!r} is another name of {name!r}, which the model does not have")
     buffers = frozenset(map(str, read_list(data, "buffers", where="model")))
     values = read_field(data, "values", where="model")

@@ -85,7 +85,8 @@ def write_checkpoint(
     laid_out = _lay_out(state, spread, world_size, random)
     series = Series(place)
     try:
-        name, id = series.begin(step), uuid.uuid4().hex
+        id = uuid.uuid4().hex
+        name = series.begin(step, id)
         try:
             files = _write(laid_out.tables, place, str(name), id, state_format, block_bytes, show)
             manifest = merge(
@@ -104,7 +105,7 @@ def write_checkpoint(
             series.point_to(name)
         except BaseException:
             with suppress(CheckpointError, OSError):  # the error itself is what counts
-                series.abandon(name)
+                series.abandon(name, id)
             raise
     except OSError as error:
         raise CheckpointError(

@@ -21,6 +21,8 @@ from shardrt.state.tree import unpack
 _OURS = ("writing.json",)
 _SMALL_BYTES = 64 * 2**10
 """Tensors inside values (a count of steps) are read at once up to this size."""
+_MOST_MANIFEST_BYTES = 2**30
+"""Millions of tensors fit in. What is larger is not read at all."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -49,7 +51,16 @@ class OpenCheckpoint:
 
     def tree(self, tree: Any, file: int, *, what: str) -> Any:
         """A stored value, with the tensors in it."""
-        return unpack(tree, lambda name: self.files.whole(file, name), where=what)
+        return unpack(tree, lambda name: self.files.whole(file, name), where=f"{what} in {self.where!r}")
+
+    def mapping(self, tree: Any, file: int, *, what: str) -> dict[str, Any]:
+        """A stored value that must be a mapping by text."""
+        return self._as_mapping(self.tree(tree, file, what=what), what)
+
+    def _as_mapping(self, value: Any, what: str) -> dict[str, Any]:
+        if type(value) is not dict or not all(type(key) is str for key in value):
+            raise CheckpointError(f"{what} in {self.where!r} must be a mapping of names, it is {str(value)[:60]}")
+        return value
 
     def lazy_tree(self, tree: Any, file: int, *, what: str) -> Any:
         """A stored value in which large tensors are read when they are wanted."""
@@ -93,7 +104,10 @@ class OpenCheckpoint:
 
     def _portable_optimizer(self, one: StoredOptimizer) -> PortableOptimizer:
         groups = tuple(
-            {**self.lazy_tree(options, 0, what="group options"), "params": list(params)}
+            {
+                **self._as_mapping(self.lazy_tree(options, 0, what="group options"), "group options"),
+                "params": list(params),
+            }
             for options, params in one.groups
         )
         state: dict[str, dict[str, Any]] = {}
@@ -147,6 +161,12 @@ def open_checkpoint(place: Place, registry: Registry, directory: str) -> OpenChe
     """Read the manifest of a checkpoint and check it; errors say which earlier ones there are."""
     path = f"{directory}/{MANIFEST}" if directory else MANIFEST
     try:
+        size = place.size(path)
+        if size > _MOST_MANIFEST_BYTES:
+            raise DamagedCheckpointError(
+                f"manifest {path!r} of {place.root!r} has {size} bytes, and {_MOST_MANIFEST_BYTES} is the most that "
+                "one may have"
+            )
         data = place.read(path)
     except FileNotFoundError:
         raise NoCheckpointError(f"{place.root!r} has no {path!r}; there is no complete checkpoint") from None
@@ -155,8 +175,9 @@ def open_checkpoint(place: Place, registry: Registry, directory: str) -> OpenChe
         state_format = registry.state_formats.get(manifest.state_format).factory()
     except ShardrtError as error:
         others = [str(name) for name in Series(place).committed() if str(name) != directory] if directory else []
-        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        raise kind(f"{error}{_instead(others)}") from error
+        if isinstance(error, CheckpointError):
+            raise type(error)(f"{error}{_instead(others)}") from error
+        raise CheckpointError(f"manifest {path!r} of {place.root!r}: {error}{_instead(others)}") from error
     return OpenCheckpoint(files=CheckedFiles(place, directory, manifest, state_format), directory=directory)
 
 

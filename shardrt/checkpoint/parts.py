@@ -250,5 +250,19 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             kept = states["numpy"]
             legacy = (kept["kind"], kept["keys"], kept["position"], kept["has_gauss"], kept["cached"])
             np.random.set_state(legacy)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         raise StateError(f"the stored random states cannot be used here: {error}; pass random=False") from error
+
+
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raise :class:`~shardrt.errors.StateError` unless the generators could go on from these; they stay as they are.
+
+    Example:
+        >>> from shardrt.checkpoint.parts import check_random_states, random_states
+        >>> check_random_states(random_states())
+    """
+    now = random_states()
+    try:
+        set_random_states(states)
+    finally:
+        set_random_states(now)

@@ -40,18 +40,14 @@ class CheckedFiles:
         path = self.path(file)
         try:
             size = self.place.size(path)
-            header = self.place.read(path, 0, file.header_bytes)
+            if size != file.size:  # before anything is read by numbers of the manifest
+                raise DamagedCheckpointError(
+                    f"{self._shown(file)} has {size} bytes and was written with {file.size}"
+                    f"{self._first_lost(file, size)}; copy it again, or load another checkpoint"
+                )
+            self._check_header(file, self.place.read(path, 0, file.header_bytes), size)
         except FileNotFoundError:
-            raise DamagedCheckpointError(
-                f"{self._shown(file)} is missing, and with it {len(file.tensors)} tensors, {_first(file)!r} among "
-                "them; put it back, or load another checkpoint"
-            ) from None
-        if size != file.size:
-            raise DamagedCheckpointError(
-                f"{self._shown(file)} has {size} bytes and was written with {file.size}"
-                f"{self._first_lost(file, size)}; copy it again, or load another checkpoint"
-            )
-        self._check_header(file, header, size)
+            raise self._missing(file) from None
         self._checked.add(number)
         return file
 
@@ -63,9 +59,11 @@ class CheckedFiles:
         path = self.path(file)
         try:
             layout = self.state_format.read_layout(lambda start, stop: self.place.read(path, start, stop), size)
-        except CheckpointError:
+        except CheckpointError as error:
             if checksum(header) == file.header:
-                raise
+                raise CheckpointError(
+                    f"{self._shown(file)}, with tensor {_first(file)!r}, is refused: {error}"
+                ) from error
             layout = None
         if layout is not None and layout.metadata.get("id") not in (None, self.manifest.id):
             raise DamagedCheckpointError(
@@ -159,7 +157,10 @@ class CheckedFiles:
     def _read_block(
         self, file: StoredFile, name: str, stored: StoredTensor, number: int, begin: int, into: memoryview
     ) -> None:
-        got = self.place.read_into(self.path(file), stored.offset + begin, into)
+        try:
+            got = self.place.read_into(self.path(file), stored.offset + begin, into)
+        except FileNotFoundError:
+            raise self._missing(file) from None
         if got != len(into) or checksum(into) != stored.blocks[number]:
             found = f"only {got} could be read" if got != len(into) else f"their checksum is {checksum(into)}"
             raise DamagedCheckpointError(
@@ -167,6 +168,12 @@ class CheckedFiles:
                 f"{found}, and they were written with {stored.blocks[number]}; copy the file again, or load another "
                 "checkpoint"
             )
+
+    def _missing(self, file: StoredFile) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"{self._shown(file)} is missing, and with it {len(file.tensors)} tensors, {_first(file)!r} among them; "
+            "put it back, or load another checkpoint"
+        )
 
     def _first_lost(self, file: StoredFile, size: int) -> str:
         for name, tensor in file.tensors.items():

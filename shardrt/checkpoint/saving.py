@@ -164,8 +164,9 @@ def _begin(channel: ControlChannel, series: Series, step: int) -> tuple[SaveName
     started: list[Any] | None = None
     with agreement(channel, "beginning a checkpoint"):
         if channel.rank == 0:
-            name = series.begin(step)
-            started = [name.number, name.step, uuid.uuid4().hex]
+            id = uuid.uuid4().hex
+            name = series.begin(step, id)
+            started = [name.number, name.step, id]
     number, at_step, id = channel.exchange("name of the checkpoint", started)[0]
     return SaveName(number, at_step), id
 
@@ -214,7 +215,7 @@ class _Write:
         except Exception:
             if channel.rank == 0:
                 with suppress(CheckpointError, OSError):  # the error itself is what counts
-                    series.abandon(name)
+                    series.abandon(name, self._id)
             raise
         self._committed(f"{self._request.place.root}/{name}", self._part.step)
 
@@ -262,6 +263,8 @@ def _as_checkpoint_error(rank: int) -> Iterator[None]:
         raise CheckpointError(str(error)) from error
     except CommunicationError as error:
         raise CheckpointError(f"the checkpoint was not completed: {error}") from error
+    except CheckpointError as error:
+        raise type(error)(f"rank {rank} could not save: {error}") from error
     except OSError as error:
         raise CheckpointError(
             f"rank {rank} could not save: {error}; see whether the place can be written to"

@@ -19,13 +19,15 @@ from typing import Any
 import attrs
 
 from shardrt.checkpoint.manifest import Manifest, seal, unseal
-from shardrt.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from shardrt.errors import CheckpointError, NoCheckpointError
 from shardrt.protocols import Place
 
 MANIFEST = "manifest.json"
 POINTER = "latest.json"
 _WRITER = "writing.json"
-_NAME = re.compile(r"save-(\d{6,})-step-(\d{6,})\Z")
+_NAME = re.compile(r"save-([0-9]{6,18})-step-([0-9]{6,18})\Z")
+_SMALL_BYTES = 2**16
+"""More than the small files of a series ever have: what is longer is none of them."""
 _ABANDONED_SECONDS = 3600.0
 """After this long, a leftover whose writer cannot be asked (it is on another host) is nobody's any more."""
 
@@ -49,8 +51,9 @@ class SaveName:
     @classmethod
     def parse(cls, text: str) -> SaveName | None:
         """The name, or None for a directory of another kind."""
-        found = _NAME.match(text.rstrip("/"))
-        return None if found is None else cls(int(found[1]), int(found[2]))
+        found = _NAME.match(text.removesuffix("/"))
+        name = None if found is None else cls(int(found[1]), int(found[2]))
+        return name if name is not None and str(name) == text.removesuffix("/") else None
 
 
 _WRITING_HERE: set[tuple[str, SaveName]] = set()
@@ -76,15 +79,18 @@ class Series:
         """The complete ones, in order."""
         return [name for name in self.names() if self.is_complete(name)]
 
-    def begin(self, step: int) -> SaveName:
-        """A name for a new checkpoint, after removing what interrupted saves have left."""
+    def begin(self, step: int, id: str = "") -> SaveName:
+        """A name for a new checkpoint, after removing what interrupted saves have left.
+
+        ``id`` tells this save from another that gets the same name once this one is given up.
+        """
         names = self.names()
         for name in names:
             if not self.is_complete(name) and self._is_abandoned(name):
                 self.place.remove(str(name))
         name = SaveName(max((name.number for name in names), default=0) + 1, step)
-        writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         _WRITING_HERE.add((self.place.root, name))
+        writer = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "id": id}
         self.place.publish(f"{name}/{_WRITER}", json.dumps(writer).encode())
         return name
 
@@ -98,10 +104,11 @@ class Series:
         _WRITING_HERE.discard((self.place.root, name))
         self.place.remove(f"{name}/{_WRITER}")
 
-    def abandon(self, name: SaveName) -> None:
-        """Remove one that could not be completed."""
+    def abandon(self, name: SaveName, id: str = "") -> None:
+        """Remove one that could not be completed, unless another save has got its name since."""
         _WRITING_HERE.discard((self.place.root, name))
-        if not self.is_complete(name):
+        writer = self._writer(name)
+        if not self.is_complete(name) and (writer is None or writer.get("id") == id):
             self.place.remove(str(name))
 
     def keep_last(self, count: int) -> list[SaveName]:
@@ -156,24 +163,35 @@ class Series:
 
     def _pointed(self) -> SaveName | None:
         try:
-            document = unseal(self.place.read(POINTER), where=POINTER)
-        except (FileNotFoundError, DamagedCheckpointError, CheckpointError):
+            document = unseal(self.place.read(POINTER, 0, _SMALL_BYTES), where=POINTER)
+        except (FileNotFoundError, CheckpointError):
             return None
-        return SaveName.parse(str(document.get("latest")))
+        latest = document.get("latest")
+        return SaveName.parse(latest) if isinstance(latest, str) else None
 
     def _is_abandoned(self, name: SaveName) -> bool:
         if (self.place.root, name) in _WRITING_HERE:
             return False
         try:
-            writer: Any = json.loads(self.place.read(f"{name}/{_WRITER}"))
-            host, pid, began = str(writer["host"]), int(writer["pid"]), float(writer["time"])
-        except FileNotFoundError:
+            writer = self._writer(name)
+        except CheckpointError:  # nobody can say whose it is: then it stays, and does not keep anyone from saving
+            return False
+        if writer is None:
             return True
-        except (ValueError, TypeError, KeyError):
+        host, pid, began = writer.get("host"), writer.get("pid"), writer.get("time")
+        if type(host) is not str or type(pid) is not int or type(began) is not float:
             return True
         if host != socket.gethostname():
             return time.time() - began > _ABANDONED_SECONDS
         return pid == os.getpid() or not _is_alive(pid)
+
+    def _writer(self, name: SaveName) -> dict[str, Any] | None:
+        """Who writes a checkpoint, if that can be read: the note is a help for tidying up, and no more."""
+        try:
+            found = json.loads(self.place.read(f"{name}/{_WRITER}", 0, _SMALL_BYTES))
+        except (FileNotFoundError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def _shown(self) -> str:
         names = self.place.list()
@@ -183,7 +201,7 @@ class Series:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardrt.errors import StateError
+from shardrt.errors import ShardrtError, StateError
 from shardrt.plan.params import ITEM_SIZES
 from shardrt.state.portable import LazyTensor
 
@@ -22,6 +23,7 @@ _MARK = "$"
 """The key that tells a marked value from a plain mapping."""
 _DEEPEST = 64
 _PLAIN = (bool, int, str, type(None))
+_NUMPY_DTYPE = re.compile(r"[<>|=][biuf][0-9]{1,2}\Z")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Put = Callable[[torch.Tensor], str]
@@ -159,10 +161,10 @@ def _unpack(tree: Any, get: Get, where: str, depth: int) -> Any:
         return {key: _unpack(item, get, where, depth + 1) for key, item in tree.items()}
     try:
         return _unpack_marked(tree, get, where, depth)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(f"{where} holds {str(tree)[:80]}, which cannot be read: {error}") from error
+    except ShardrtError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, SyntaxError) as error:
+        raise StateError(f"{where} holds {_shown(tree)}, which cannot be read: {error}") from error
 
 
 def _unpack_marked(tree: Mapping[str, Any], get: Get, where: str, depth: int) -> Any:
@@ -172,7 +174,7 @@ def _unpack_marked(tree: Mapping[str, Any], get: Get, where: str, depth: int) ->
     if kind == "float":
         return _FLOATS[tree["value"]]
     if kind == "complex":
-        real, imaginary = (_unpack(part, get, where, depth + 1) for part in tree["parts"])
+        real, imaginary = (_unpack(part, get, where, depth + 1) for part in _list(tree["parts"]))
         return complex(real, imaginary)
     if kind == "bytes":
         return base64.b64decode(_text(tree["base64"]), validate=True)
@@ -183,27 +185,46 @@ def _unpack_marked(tree: Mapping[str, Any], get: Get, where: str, depth: int) ->
     if kind == "device":
         return torch.device(_text(tree["name"]))
     if kind == "numpy":
-        return _numpy_dtype(tree).type(_unpack(tree["value"], get, where, depth + 1))
+        value = _unpack(tree["value"], get, where, depth + 1)
+        if type(value) not in (bool, int, float):
+            raise TypeError(f"a {type(value).__name__} is no number")
+        return _numpy_dtype(tree).type(value)
     if kind == "array":
         data = get(_text(tree["name"]))
         data = data.whole() if isinstance(data, LazyTensor) else data
-        return np.frombuffer(data.numpy().tobytes(), dtype=_numpy_dtype(tree)).reshape(tree["shape"]).copy()
+        return np.frombuffer(data.numpy().tobytes(), dtype=_numpy_dtype(tree)).reshape(_list(tree["shape"])).copy()
     if kind in ("dict", "OrderedDict", "Counter"):
-        pairs = [[_unpack(part, get, where, depth + 1) for part in pair] for pair in tree["items"]]
+        pairs = [[_unpack(part, get, where, depth + 1) for part in pair] for pair in _list(tree["items"])]
         return _MAKERS[kind](dict(pairs))
     if kind in _MAKERS:
-        return _MAKERS[kind]([_unpack(item, get, where, depth + 1) for item in tree["items"]])
+        return _MAKERS[kind]([_unpack(item, get, where, depth + 1) for item in _list(tree["items"])])
     raise StateError(f"{where} holds a {kind!r}, which this version of shardrt does not know; use a newer one")
+
+
+def _shown(tree: Mapping[str, Any]) -> str:
+    """What a marked value says it is; what is in it may be nested deeper than it can be printed."""
+    return "{" + ", ".join(f"{key!r}: {_plainly(value)}" for key, value in list(tree.items())[:4])[:200] + "}"
+
+
+def _plainly(value: Any) -> str:
+    return repr(value)[:60] if type(value) in (*_PLAIN, float) else f"a {type(value).__name__}"
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"a {type(value).__name__} is no text")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(f"a {type(value).__name__} is no list")
     return value
 
 
 def _numpy_dtype(tree: Mapping[str, Any]) -> np.dtype[Any]:
-    dtype = np.dtype(_text(tree["dtype"]))
-    if dtype.kind not in "biuf":
-        raise ValueError(f"dtype {dtype} is no plain number")
-    return dtype
+    # By its form first: numpy reads whole expressions.
+    text = _text(tree["dtype"])
+    if not _NUMPY_DTYPE.match(text):
+        raise ValueError(f"dtype {text[:60]!r} is no plain number")
+    return np.dtype(text)
