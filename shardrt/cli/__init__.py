@@ -17,7 +17,7 @@ from shardrt.registry.nearness import did_you_mean
 COMMANDS = MappingProxyType(
     {
         "bench": ("shardrt.cli.bench:bench", "Time steps here, and compare."),
-        "ckpt": ("shardrt.cli.ckpt:ckpt", "Look at checkpoints, verify, compare and convert them, in one process."),
+        "ckpt": ("shardrt.cli.ckpt:ckpt", "Look at, verify, compare and convert checkpoints."),
         "demo": ("shardrt.cli.demo:demo", "Train a small model on a few ranks of this machine."),
         "doctor": ("shardrt.cli.doctor:doctor", "Find out what works here, and what would make the rest work."),
         "plugins": ("shardrt.cli.plugins:plugins", "List what installed plugins offer."),
