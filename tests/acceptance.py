@@ -1,6 +1,7 @@
 """Prints what the tests assert, as tables: equality, handshake messages, traffic, state, errors.
 
-Run it with ``python tasks.py accept``, or one section of it: ``optimizer``, ``overlap`` or ``storm`` after the name.
+Run it with ``python tasks.py accept``, or one section of it: ``optimizer``, ``overlap``, ``storm``, ``kills`` or
+``damage`` after the name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rich.table import Table
 
 import shardrt
 from shardrt.testing import RankPool
-from tests import acceptance_overlap
+from tests import acceptance_damage, acceptance_overlap
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
 
@@ -133,6 +134,8 @@ SECTIONS = {
     "optimizer": (equality, handshake, traffic_and_state),
     "overlap": (acceptance_overlap.equality, acceptance_overlap.combinations, acceptance_overlap.lost_inside_backward),
     "storm": (acceptance_overlap.storms,),
+    "kills": (acceptance_damage.kills,),
+    "damage": (acceptance_damage.damage, acceptance_damage.hostile),
 }
 
 
