@@ -105,4 +105,5 @@ def test_a_save_that_fails_fails_on_every_rank_and_costs_nothing(
         for text in answer["told"]:
             assert text.startswith("CheckpointError") and f"rank {culprit}" in text
         assert (answer["old"], answer["new"]) == (1, 3)
-        assert len([name for name in answer["names"] if name.startswith("save-")]) == 1
+    # The first rank removes what was begun, before it tells; the others may have been told already.
+    assert [name for name in answers[0]["names"] if name.startswith("save-")] == ["save-000001-step-000001"]
