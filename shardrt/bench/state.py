@@ -66,7 +66,7 @@ class StateSettings:
     Example:
         >>> from shardrt.bench.state import StateSettings
         >>> StateSettings(state_gb=1).width
-        1136
+        1144
         >>> StateSettings(ranks=1)
         Traceback (most recent call last):
         shardrt.errors.ConfigError: ranks must be a whole number from 2 up, got 1: alone nothing is spread
