@@ -21,6 +21,7 @@ from typing import Any
 
 import attrs
 
+from shardrt.bench.interrupts import terminating_in_order
 from shardrt.errors import ConfigError
 from shardrt.launch import OnEvent, launch_ranks
 
@@ -65,7 +66,7 @@ class StateSettings:
     Example:
         >>> from shardrt.bench.state import StateSettings
         >>> StateSettings(state_gb=1).width
-        1136
+        1144
         >>> StateSettings(ranks=1)
         Traceback (most recent call last):
         shardrt.errors.ConfigError: ranks must be a whole number from 2 up, got 1: alone nothing is spread
@@ -223,7 +224,7 @@ def measure_state(
     *,
     directory: Path | None = None,
     on_event: OnEvent | None = None,
-    patience: float = 300.0,
+    patience: float = 600.0,
 ) -> StateReport:
     """Start the ranks, let them measure, and put together what they bring home.
 
@@ -233,7 +234,10 @@ def measure_state(
     started = time.monotonic()
     above = Path.cwd() if directory is None else directory.resolve()
     _check_room(above, settings)
-    with tempfile.TemporaryDirectory(prefix=".shardrt-bench-", dir=above, ignore_cleanup_errors=True) as folder:
+    with (
+        terminating_in_order(),
+        tempfile.TemporaryDirectory(prefix=".shardrt-bench-", dir=above, ignore_cleanup_errors=True) as folder,
+    ):
         answers = launch_ranks(
             "shardrt.bench.state_rank",
             {"settings": settings.to_json(), "directory": folder},

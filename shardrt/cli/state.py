@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     help="Where to write, on the disk that is meant; default: here.",
 )
 @click.option(
-    "--patience", default=300.0, show_default=True, type=click.FloatRange(min=1), help="Seconds without news."
+    "--patience", default=600.0, show_default=True, type=click.FloatRange(min=1), help="Seconds without news."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 def state(directory: Path | None, patience: float, as_json: bool, **arguments: Any) -> None:
