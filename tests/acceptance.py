@@ -144,7 +144,7 @@ SECTIONS = {
     "reshard": (acceptance_state.reshard,),
     "roundtrip": (acceptance_state.torch_round_trips, acceptance_interchange.round_trips),
     "kills": (acceptance_damage.kills,),
-    "damage": (acceptance_damage.damage, acceptance_damage.hostile),
+    "damage": (acceptance_damage.damage, acceptance_damage.misuse, acceptance_damage.hostile),
     "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),

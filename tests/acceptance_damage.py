@@ -5,6 +5,8 @@ Run it with ``python tasks.py accept kills`` and ``python tasks.py accept damage
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -18,10 +20,10 @@ import shardrt
 from shardrt.checkpoint.manifest import seal, unseal
 from shardrt.testing import RankPool
 from tests.ranks.crashing import PHASES
-from tests.ranks.damaging import build, load_into, save_some, train_step, try_to_load
+from tests.ranks.damaging import FAULTS, build, load_into, save_on_a_bad_disk, save_some, train_step, try_to_load
 from tests.ranks.kill_series import choose_points, references, run_kills
-from tests.ranks.test_checkpoint_damage import sweep
-from tests.unit.test_checkpoint_hostile import FORGERIES
+from tests.ranks.test_checkpoint_damage import DAMAGES, sweep
+from tests.unit.test_checkpoint_hostile import FORGERIES, Canary
 
 console = Console(width=150)
 
@@ -80,10 +82,10 @@ def damage(pool: RankPool, places: int = 50, flips: int = 200) -> bool:
 def hostile(pool: RankPool) -> bool:
     """Sealed manifests that lie, loaded alone: the error of each."""
     del pool
+    good = _canary_is_silent()
     table = Table(title="Forged manifests with a right checksum", title_justify="left")
     table.add_column("forgery")
     table.add_column("error", overflow="fold")
-    good = True
     with tempfile.TemporaryDirectory() as folder, shardrt.Runtime() as rt:
         model, opt = build(rt)
         train_step(model, opt)
@@ -100,3 +102,68 @@ def hostile(pool: RankPool) -> bool:
             table.add_row(case, Text(text[:230]))
     console.print(table)
     return good
+
+
+def _canary_is_silent() -> bool:
+    """Pickles that would make a file, in place of each file of a checkpoint."""
+    good = True
+    with tempfile.TemporaryDirectory() as folder, shardrt.Runtime() as rt:
+        model, opt = build(rt)
+        train_step(model, opt)
+        rt.save(folder, model=model, optimizer=opt, extra={"step": 1})
+        canary = Path(folder) / "sang"
+        data = pickle.dumps(Canary(canary))
+        for file in [*Path(folder).glob("save-*/*"), Path(folder) / "latest.json"]:
+            whole = file.read_bytes()
+            file.write_bytes(data)
+            answer = load_into(rt, model, opt, folder)
+            file.write_bytes(whole)
+            told = (answer["error"] or "the pointer is ignored").replace(folder, "run")
+            console.print(f"pickle in place of {file.name}: {told[:150]}", markup=False, highlight=False)
+            good &= file.name == "latest.json" or answer["error"] is not None
+        sang = canary.exists()
+        pickle.loads(data)
+        console.print(f"the canary sang: {sang}; when it is unpickled on purpose it sings: {canary.exists()}")
+        return good and not sang and canary.exists()
+
+
+def misuse(pool: RankPool) -> bool:
+    """What else can be wrong with a directory or a disk: the error of every rank, and that nothing old is lost."""
+    table = Table(title="Two ranks; the error of each, and whether the old one still loads", title_justify="left")
+    for heading in ("what", "errors", "old one loads"):
+        table.add_column(heading, overflow="fold")
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "whole"
+        pool.run(save_some, ranks=2, path=str(whole))
+        for case, damage_it in DAMAGES.items():
+            path = Path(folder) / case
+            shutil.copytree(whole, path)
+            old, new = sorted(path.glob("save-*"))
+            damage_it(new, old)
+            answers = pool.run(try_to_load, ranks=2, path=str(path))
+            loads = [answer["step"] for answer in pool.run(try_to_load, ranks=2, path=str(old))] == [0, 0]
+            good &= loads and all(answer["error"] and answer["unchanged"] for answer in answers)
+            _add(table, case, [answer["error"] or "none" for answer in answers], loads, folder)
+        empty = Path(folder) / "empty"
+        empty.mkdir()
+        answers = pool.run(try_to_load, ranks=2, path=str(empty))
+        good &= all("NoCheckpointError" in (answer["error"] or "") for answer in answers)
+        _add(table, "empty directory", [answer["error"] or "none" for answer in answers], None, folder)
+        for fault in FAULTS:
+            path = Path(folder) / fault
+            culprit = 0 if fault.endswith(".json") or fault in ("read only", "full by fsspec") else 1
+            answers = pool.run(
+                save_on_a_bad_disk, ranks=2, path=str(path), fault=fault, asynchronous=False, culprit=culprit
+            )
+            loads = all((answer["old"], answer["new"]) == (1, 3) for answer in answers)
+            good &= loads and all(answer["told"] for answer in answers)
+            _add(table, f"saving: {fault}", [answer["told"][0] for answer in answers], loads, folder)
+    console.print(table)
+    return good
+
+
+def _add(table: Table, case: str, errors: list[str], loads: bool | None, folder: str) -> None:
+    texts = list(dict.fromkeys(text.replace(folder, "")[:260] for text in errors))
+    shown = "\n".join(f"- {text}" for text in texts)
+    table.add_row(case, Text(shown), "" if loads is None else "yes" if loads else "NO")

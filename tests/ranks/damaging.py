@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import shardrt
 from shardrt.choosing import choose_place
@@ -103,7 +106,38 @@ class FailingPlace:
         return getattr(self._inner, name)
 
 
-FAULTS = ("full", "commit", "writing.json", "manifest.json", "size limit")
+class FullDisk(MemoryFileSystem):  # type: ignore[misc]
+    """A file system of fsspec whose disk is full as soon as a file has a few hundred bytes."""
+
+    protocol = "fulldisk"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
+        if "w" in mode:
+            plain = file.write
+
+            def write(data: Any) -> Any:
+                if file.tell() + len(data) > 500:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return plain(data)
+
+            file.write = write
+        return file
+
+
+FAULTS = ("full", "commit", "writing.json", "manifest.json", "size limit", "read only", "full by fsspec")
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Without a superuser's rights, which would write to anything."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def save_on_a_bad_disk(path: str, fault: str, asynchronous: bool, culprit: int) -> dict[str, Any]:
@@ -112,8 +146,8 @@ def save_on_a_bad_disk(path: str, fault: str, asynchronous: bool, culprit: int) 
     told: list[str] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save(step: int) -> None:
-        saving = rt.save(path, model=model, optimizer=opt, extra={"step": step}, asynchronous=asynchronous)
+    def save(step: int, where: str = path) -> None:
+        saving = rt.save(where, model=model, optimizer=opt, extra={"step": step}, asynchronous=asynchronous)
         saving.wait()
 
     def note(call: Callable[[], Any]) -> None:
@@ -133,7 +167,17 @@ def save_on_a_bad_disk(path: str, fault: str, asynchronous: bool, culprit: int) 
             if fault == "size limit":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
         train_step(model, opt)
-        if asynchronous:
+        if fault == "read only":
+            if rt.rank == 0:
+                Path(path).chmod(0o555)
+            with nobody() if os.geteuid() == 0 else nullcontext():
+                note(lambda: save(2))
+            if rt.rank == 0:
+                Path(path).chmod(0o755)
+        elif fault == "full by fsspec":
+            fsspec.register_implementation("fulldisk", FullDisk, clobber=True)
+            note(lambda: save(2, "fulldisk://run"))
+        elif asynchronous:
             # Nobody waits: the next save tells, on every rank.
             note(lambda: rt.save(path, model=model, optimizer=opt, extra={"step": 2}, asynchronous=True))
             note(lambda: save(2))
