@@ -89,6 +89,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._plans: list[Plan] = []
         self._kinds: weakref.WeakKeyDictionary[Any, StateKind] = weakref.WeakKeyDictionary()
+        self._answering: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
         self._saver: Saver | None = None
         self._versions = {"shardrt": shardrt.__version__, "torch": str(torch.__version__)}
         self._membership = find_membership(process_group, timeout=_seconds(timeout))

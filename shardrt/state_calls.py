@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -41,6 +41,9 @@ class StateCalls:
     device_type: str
     _control: ControlChannel
     _kinds: weakref.WeakKeyDictionary[Any, StateKind]
+    _answering: weakref.WeakKeyDictionary[torch.nn.Module, Any]
+    """Modules whose own ``state_dict`` follows the form that was set for them."""
+    _reading_modules = False
 
     def negotiate(self, dtypes: Iterable[str]) -> Communicator:
         """See :meth:`shardrt.Runtime.negotiate`."""
@@ -124,7 +127,7 @@ class StateCalls:
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> StateKind:
-        """From now on ``target.state_dict()`` of an optimizer, and ``rt.state_dict(target)``, have this form.
+        """From now on ``target.state_dict()`` and ``rt.state_dict(target)`` have this form.
 
         ``kind`` is ``"full"``, ``"sharded"``, ``"local"`` or a member of torch's ``StateDictType``; ``config`` one of
         torch's configs for it. Returns the form that was set before.
@@ -138,6 +141,9 @@ class StateCalls:
         self._checked(target)
         before = self._kinds.get(target, StateKind())
         self._kinds[target] = StateKind.read(kind, config, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        if isinstance(target, torch.nn.Module) and target not in self._answering:
+            hook = _in_its_form(weakref.ref(self))
+            self._answering[target] = target.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
         return before
 
     @contextmanager
@@ -209,7 +215,11 @@ class StateCalls:
             return self._made_of_optimizer(found, kind)
         for optimizer in self.living_optimizers():
             optimizer.finish()
-        state = model_state(found)
+        self._reading_modules = True
+        try:
+            state = model_state(found)
+        finally:
+            self._reading_modules = False
         if kind.kind == "full":
             wanted = self.rank == 0 or not kind.rank0_only
             return copies(state, on_cpu=kind.offload_to_cpu) if wanted else {}
@@ -382,3 +392,19 @@ def _steps_in(state: Mapping[str, Mapping[str, Any]]) -> int | None:
     counts = [values["step"] for values in state.values() if "step" in values]
     found = [int(count) for count in counts if isinstance(count, (int, float, torch.Tensor))]
     return max(found, default=None)
+
+
+def _in_its_form(runtime: weakref.ref[StateCalls]) -> Callable[..., None]:
+    """A module's own ``state_dict()``, turned into the form that was set for it."""
+
+    def hook(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        calls = runtime()
+        if calls is None or prefix or calls._reading_modules:
+            return
+        kind = calls._kinds.get(module, StateKind())
+        if kind != StateKind():
+            made = calls._made(module, kind)
+            state.clear()
+            state.update(made)
+
+    return hook

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullStateDictConfig, ShardedOptimStateDictConfig, StateDictType
 
 import shardrt
+from shardrt.bench.memory import peak_memory
 from shardrt.errors import StateError
 from shardrt.testing import RankPool
 from tests.ranks.keeping import Run, bits, groups
@@ -154,6 +155,10 @@ def parts(path_of_first: str = "flat", other: str = "greedy") -> dict[str, Any]:
             local = copy.deepcopy(run.opt.state_dict())
         with rt.state_dict_type(run.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
             kinds["full model"] = len(rt.state_dict(run.model))
+            kinds["its own"] = len(run.model.state_dict())
+        with rt.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+            kinds["part of its own"] = run.model.state_dict()["shardrt"]["kind"]
+        kinds["as ever"] = "odd.out.bias" in run.model.state_dict()
         model = copy.deepcopy(rt.sharded_state_dict(run.model))
         kinds |= {"sharded": mine["shardrt"]["kind"], "local": local["shardrt"]["kind"]}
         elements = sum(s["stop"] - s["start"] for entry in mine["state"].values() for s in entry["shards"])
@@ -178,7 +183,8 @@ def test_parts_fit_any_partition_and_local_ones_only_their_own(ranks: RankPool) 
     found = ranks.run(parts, ranks=3)
     assert all(one["again"] and one["resharded"] for one in found)
     assert len({one["elements"] for one in found}) > 1 or found[0]["elements"] > 0
-    assert found[1]["kinds"] == {"full model": 0, "sharded": "sharded", "local": "local"}
+    own = {"full model": 0, "its own": 0, "part of its own": "sharded", "as ever": True}
+    assert found[1]["kinds"] == {**own, "sharded": "sharded", "local": "local"}
     assert all("fits only where it was made" in one["refused"] for one in found)
 
 
@@ -276,3 +282,26 @@ def test_a_plain_model_names_what_an_unnamed_optimizer_holds(tmp_path: Any) -> N
         rt.load(tmp_path, model=model, optimizer=again)
         assert same(again.state[model.weight], opt.state[model.weight])
         assert again.param_groups[0]["lr"] == 0.1
+
+
+def peak_while_consolidating(megabytes: int) -> dict[str, float]:
+    """How far memory goes up on each rank while the first one gets the whole state."""
+    sizes = [megabytes * 2**20 // 4 // 8] * 8
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    with shardrt.Runtime(partitioner="flat", timeout=60) as rt:
+        opt = rt.optimizer(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        opt.step()
+        opt.zero_grad()
+        dist.barrier()
+        with peak_memory() as peak:
+            state = rt.full_state_dict(opt, rank0_only=True, offload_to_cpu=True)
+        return {"grown": (peak.nbytes or 0) / 2**20, "kept": len(state)}
+
+
+def test_only_the_rank_that_asked_holds_the_whole(ranks: RankPool) -> None:
+    first, *others = ranks.run(peak_while_consolidating, ranks=3, megabytes=192)
+    assert first["grown"] > 190 and first["kept"]
+    for one in others:
+        assert one["grown"] < 192 / 3 + 16 and not one["kept"]
