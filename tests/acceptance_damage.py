@@ -20,7 +20,16 @@ import shardrt
 from shardrt.checkpoint.manifest import seal, unseal
 from shardrt.testing import RankPool
 from tests.ranks.crashing import PHASES
-from tests.ranks.damaging import FAULTS, build, load_into, save_on_a_bad_disk, save_some, train_step, try_to_load
+from tests.ranks.damaging import (
+    FAULTS,
+    build,
+    load_into,
+    reachable_directory,
+    save_on_a_bad_disk,
+    save_some,
+    train_step,
+    try_to_load,
+)
 from tests.ranks.kill_series import choose_points, references, run_kills
 from tests.ranks.test_checkpoint_damage import DAMAGES, sweep
 from tests.unit.test_checkpoint_hostile import FORGERIES, Canary
@@ -151,11 +160,11 @@ def misuse(pool: RankPool) -> bool:
         good &= all("NoCheckpointError" in (answer["error"] or "") for answer in answers)
         _add(table, "empty directory", [answer["error"] or "none" for answer in answers], None, folder)
         for fault in FAULTS:
-            path = Path(folder) / fault
             culprit = 0 if fault.endswith(".json") or fault in ("read only", "full by fsspec") else 1
-            answers = pool.run(
-                save_on_a_bad_disk, ranks=2, path=str(path), fault=fault, asynchronous=False, culprit=culprit
-            )
+            with reachable_directory() as place:
+                answers = pool.run(
+                    save_on_a_bad_disk, ranks=2, path=place, fault=fault, asynchronous=False, culprit=culprit
+                )
             loads = all((answer["old"], answer["new"]) == (1, 3) for answer in answers)
             good &= loads and all(answer["told"] for answer in answers)
             _add(table, f"saving: {fault}", [answer["told"][0] for answer in answers], loads, folder)

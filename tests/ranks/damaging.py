@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -138,6 +139,14 @@ def nobody() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+@contextmanager
+def reachable_directory() -> Iterator[str]:
+    """One that everybody may read: the directories of tests are their user's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield folder
 
 
 def save_on_a_bad_disk(path: str, fault: str, asynchronous: bool, culprit: int) -> dict[str, Any]:
