@@ -29,7 +29,7 @@ def marked(mark: str, command: str = "") -> list[int]:
     return found
 
 
-def wait_for(mark: str, command: str, count: int, seconds: float = 60.0) -> list[int]:
+def wait_for(mark: str, command: str, count: int, seconds: float = 180.0) -> list[int]:
     """Wait until so many are there, and return those that are."""
     deadline = time.monotonic() + seconds
     while len(found := marked(mark, command)) != count and time.monotonic() < deadline:

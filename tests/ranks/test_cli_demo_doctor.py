@@ -42,7 +42,7 @@ def run(*arguments: str, folders: tuple[Path, ...] = ()) -> subprocess.Completed
         timeout=SECONDS,
         check=False,
     )
-    assert wait_for(mark, "", 0, seconds=5) == []
+    assert wait_for(mark, "", 0, seconds=30) == []
     return done
 
 
@@ -125,12 +125,14 @@ def test_ctrl_c_ends_the_ranks() -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert len(wait_for(mark, "shardrt.demo.worker\0{", 3)) == 3  # torchrun has the name on its command line as well
-    shell.send_signal(signal.SIGINT)
-    told = shell.communicate(timeout=60)
+    try:
+        assert len(wait_for(mark, "shardrt.demo.worker\0{", 3)) == 3  # torchrun's command line has the name as well
+    finally:
+        shell.send_signal(signal.SIGINT)
+        told = shell.communicate(timeout=120)
     assert shell.returncode == 1, told
     assert "Aborted!" in told[1]
-    assert wait_for(mark, "", 0, seconds=5) == []
+    assert wait_for(mark, "", 0, seconds=30) == []
 
 
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
