@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from shardrt.errors import (
 )
 from shardrt.handshake import Field, agreement
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.settings import options_of
 from shardrt.protocols import Communicator, ControlChannel
 from shardrt.registry import Registry
 from shardrt.state.tree import tensor_names
@@ -48,6 +50,7 @@ class KeepingCalls:
     _chosen: Chosen
     _saver: Saver | None
     _versions: Mapping[str, str]
+    _joining: Any
 
     def negotiate(self, dtypes: Iterable[str]) -> Communicator:
         """See :meth:`shardrt.Runtime.negotiate`."""
@@ -91,6 +94,8 @@ class KeepingCalls:
             {'epoch': 3}
         """
         self._check_open()
+        self._check_outside_join("save")
+        path = _expanded(path)
         if self._saver is None:
             self._saver = Saver(self._control, self.timeout, self._checkpoint_committed, self.log.warning)
 
@@ -118,6 +123,7 @@ class KeepingCalls:
             return request, part
 
         fields = {
+            "group options": self._options_of(optimizer),
             "path": os.fspath(path),
             "models": sorted(named_models(model)) if _is_fine(named_models, model) else None,
             "optimizers": sorted(named_optimizers(optimizer)) if _is_fine(named_optimizers, optimizer) else None,
@@ -125,6 +131,12 @@ class KeepingCalls:
             "keep_last": keep_last if isinstance(keep_last, int) else None,
         }
         return self._saver.save(prepare, fields, asynchronous=asynchronous)
+
+    def _options_of(self, optimizer: Optimizers) -> Any:
+        """What ranks compare: the first rank's options are stored, and must be everybody's."""
+        if not _is_fine(named_optimizers, optimizer):
+            return None
+        return {name: options_of(one.param_groups) for name, one in named_optimizers(optimizer).items()}
 
     def load(
         self,
@@ -153,6 +165,8 @@ class KeepingCalls:
             None
         """
         self._check_open()
+        self._check_outside_join("load")
+        path = _expanded(path)
         if self._saver is not None:
             self._saver.finish()
         channel = self._control.another()
@@ -193,6 +207,13 @@ class KeepingCalls:
                 set_random_states(states)
         self.log.info("checkpoint.loaded", path=checkpoint.where, step=checkpoint.manifest.step)
         return extra
+
+    def _check_outside_join(self, what: str) -> None:
+        if self._joining is not None:
+            raise ConfigError(
+                f"rt.{what} inside a block of rt.join: ranks that have run out of inputs would not take part; {what} "
+                "before the block or after it"
+            )
 
     def _read(
         self,
@@ -303,6 +324,12 @@ def named_optimizers(given: Optimizers) -> dict[str, ManagedOptimizer]:
             )
         found[name] = managed
     return found
+
+
+def _expanded(path: Path) -> str:
+    """``~`` is the user's home, as in a shell; an address is left as it is."""
+    text = os.fspath(path)
+    return str(pathlib.Path(text).expanduser()) if text.startswith("~") else text
 
 
 def _check_name(name: object) -> None:

@@ -263,7 +263,8 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        leaves_well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not leaves_well:
             self.report_failure(error)
         self.close()
         if isinstance(error, RuntimeError) and not isinstance(error, ShardrtError) and self.world_size > 1:

@@ -21,7 +21,7 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import Communicator
 from shardrt.state.models import ModelState, answering, model_state, unwrapped
-from shardrt.state.optimizers import group_names, put_options, stored_names
+from shardrt.state.optimizers import class_name, group_names, put_options, stored_names
 from shardrt.state.portable import dtype_called
 from shardrt.state.streams import Stream, gather_streams
 
@@ -150,6 +150,12 @@ def read_optimizer(
     """Read the state of this rank's shards; nothing is changed."""
     optimizer.check_between_steps("loading")
     stored = checkpoint.manifest.optimizers[name]
+    kind = class_name(optimizer)
+    if strict and stored.kind and stored.kind != kind:
+        raise StateError(
+            f"{checkpoint.where!r} has the state of a {stored.kind}, and optimizer {name!r} is a {kind}; build the "
+            "same optimizer, load the model alone, or pass strict=False if one understands the other's state"
+        )
     names = stored_names(optimizer, models.values())
     missing = [key for key in names.values() if key not in stored.params]
     unexpected = [key for key in stored.params if key not in set(names.values())]

@@ -17,7 +17,7 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import StateFormat
 from shardrt.state.models import ModelState, answering, model_state, part_of
-from shardrt.state.optimizers import ShardState, group_names, group_options, own_state, stored_names
+from shardrt.state.optimizers import ShardState, class_name, group_names, group_options, own_state, stored_names
 from shardrt.state.portable import LazyTensor
 from shardrt.state.tree import pack
 
@@ -203,9 +203,8 @@ def _optimizer_common(
         pack(group, table.putting(f"{name}/options"), where=f"options of parameter group {index}")
         for index, group in enumerate(group_options(optimizer))
     ]
-    kind = type(optimizer._local_optimizer())
     return {
-        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "class": class_name(optimizer),
         "step": optimizer.steps_taken,
         "groups": [list(group) for group in zip(options, group_names(optimizer, names), strict=True)],
         "params": {

@@ -7,8 +7,10 @@ training loop.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -43,6 +45,9 @@ class SaveRequest:
     show: bool | None = None
 
 
+_FAREWELL_SECONDS = 5.0
+
+
 class Saving:
     """A save that runs behind the training.
 
@@ -60,6 +65,8 @@ class Saving:
         self.path = path
         """Where the checkpoint is going to be."""
         self._error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        """Where it runs, if not in the caller's."""
         self._ended = threading.Event()
         self._told = False
 
@@ -74,6 +81,10 @@ class Saving:
             raise CheckpointError(
                 f"saving {self.path!r} did not end within {timeout:g} s; wait longer, or look at the disk"
             )
+        if self.thread is not None:
+            self.thread.join(
+                _FAREWELL_SECONDS
+            )  # a thread that is about to end must not meet the end of the interpreter
         self._told = True
         if self._error is not None:
             raise self._error
@@ -105,6 +116,7 @@ class Saver:
         self._warn = warn
         self._staging = Staging()
         self._pending: Saving | None = None
+        self._waits_at_exit = False
 
     def save(
         self, prepare: Callable[[], tuple[SaveRequest, RankPart]], fields: Mapping[str, Any], *, asynchronous: bool
@@ -134,7 +146,12 @@ class Saver:
             saving.wait()
             return saving
         self._pending = saving
-        threading.Thread(target=saving.run, args=(work,), name="shardrt-saving", daemon=True).start()
+        if not self._waits_at_exit:
+            self._waits_at_exit = True
+            # Before the threads of communicators leave, which were registered earlier.
+            atexit.register(_finish_at_exit, weakref.ref(self))
+        saving.thread = threading.Thread(target=saving.run, args=(work,), name="shardrt-saving", daemon=True)
+        saving.thread.start()
         return saving
 
     def finish(self, patience: float | None = None) -> None:
@@ -151,13 +168,30 @@ class Saver:
                 raise
         elif pending.unreported:
             pending.wait()
+        elif pending.thread is not None:
+            pending.thread.join(_FAREWELL_SECONDS)
 
     def close(self, patience: float) -> None:
-        """End: let a save under way finish, and log if it failed."""
+        """End: let a save under way finish, and log if it failed or could not be waited for."""
+        pending = self._pending
+        if pending is not None and not patience and not pending.done:
+            self._pending = None
+            self._warn("checkpoint.unfinished", path=pending.path, reason="the run failed while it was being written")
+            return
         try:
             self.finish(patience)
         except ShardrtError as error:
             self._warn("checkpoint.failed", error=str(error))
+
+    def finish_at_exit(self) -> None:
+        """A script that ends without closing its runtime does not lose its last save."""
+        self.close(0.0 if self._control.failed else self._timeout)
+
+
+def _finish_at_exit(saver: weakref.ref[Saver]) -> None:
+    alive = saver()
+    if alive is not None:
+        alive.finish_at_exit()
 
 
 def _begin(channel: ControlChannel, series: Series, step: int) -> tuple[SaveName, str]:
@@ -237,6 +271,8 @@ class _Write:
 
     def _commit(self, collected: list[Any]) -> None:
         assert self._part.common is not None
+        for rank, told in enumerate(collected):
+            self._check_seen(rank, told["file"])
         self._series.commit(
             self._name,
             merge(
@@ -252,6 +288,20 @@ class _Write:
                 runtime=self._request.runtime,
             ),
         )
+
+    def _check_seen(self, rank: int, file: Mapping[str, Any]) -> None:
+        """A directory of the same name on another host's own disk would make a checkpoint that nobody can load."""
+        place = self._request.place
+        try:
+            size = place.size(f"{self._name}/{file['name']}")
+        except FileNotFoundError:
+            size = None
+        if size != file["size"]:
+            found = "does not see it" if size is None else f"sees {size} bytes"
+            raise CheckpointError(
+                f"rank {rank} has written {file['name']!r} ({file['size']} bytes) under {place.root!r}, and rank 0 "
+                f"{found} there: ranks do not share this directory; save to a file system that all of them see"
+            )
 
 
 @contextmanager

@@ -84,6 +84,11 @@ class Series:
 
         ``id`` tells this save from another that gets the same name once this one is given up.
         """
+        if MANIFEST in self.place.list():
+            raise CheckpointError(
+                f"{self.place.root!r} is itself a checkpoint, and one saved into it would spoil it; save to the "
+                "directory above it, or to another one"
+            )
         names = self.names()
         for name in names:
             if not self.is_complete(name) and self._is_abandoned(name):

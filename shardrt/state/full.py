@@ -142,6 +142,12 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> 
             raise StateError(
                 f"parameter group {index} of the state dict has no list of 'params'; it is not torch's format"
             )
+        lacking = [key for key, value in optimizer.defaults.items() if key not in saved and not _is_switch(value)]
+        if lacking:
+            raise StateError(
+                f"parameter group {index} of the state dict has no {lacking[0]!r}, which this optimizer needs: it is "
+                "of another class; load the state of the same optimizer"
+            )
         if len(saved["params"]) != len(ours):
             raise StateError(
                 f"parameter group {index} has {len(saved['params'])} parameters in the state dict and {len(ours)} in "
@@ -157,6 +163,11 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> 
                 )
             found[name] = value
     return found
+
+
+def _is_switch(value: object) -> bool:
+    """Options that a newer version of a class may have got: they are off, or nothing, where nobody names them."""
+    return value is None or isinstance(value, bool)
 
 
 def slice_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Mapping[str, Any]]) -> dict[torch.Tensor, Any]:

@@ -127,6 +127,12 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
+def class_name(optimizer: ManagedOptimizer) -> str:
+    """The user's class, as it is stored and compared."""
+    kind = type(optimizer._local_optimizer())
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each group, tensors copied."""
     return [

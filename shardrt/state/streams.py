@@ -148,7 +148,9 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         >>> as_bytes(torch.tensor([1, 2], dtype=torch.int16)).tolist()
         [1, 0, 2, 0]
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
+    if flat.numel() == 1:  # it may be of a tensor with gaps, and lies as well without them
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.int8)

@@ -120,8 +120,10 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _packed_tensor(value: torch.Tensor, put: _Keep, where: str) -> Any:
-    if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in ITEM_SIZES:
-        raise StateError(f"{where} is a tensor of {value.dtype}, {value.layout}, which cannot be stored; make it dense")
+    if value.layout is not torch.strided:
+        raise StateError(f"{where} is a tensor of layout {value.layout}, which cannot be stored; make it dense")
+    if str(value.dtype).removeprefix("torch.") not in ITEM_SIZES:
+        raise StateError(f"{where} is a tensor of {value.dtype}; those that can be stored: {', '.join(ITEM_SIZES)}")
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise StateError(f"{where} is a {type(value).__name__}, laid out by another library; store a plain tensor")
     return {_MARK: "tensor", "name": put(value.detach())}

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from shardrt.cli.ckpt.options import json_option, step_option
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     required=True,
     help="State dicts by torch.save, a directory of torch.distributed.checkpoint, or Hugging Face's safetensors.",
 )
+@click.option("--model", default=None, help="Which model, where there are several.")
+@click.option("--optimizer", default=None, help="Which optimizer, where there are several.")
 @click.option("--prefix", default="", help="With dcp: the key that everything goes under.")
 @click.option("--flatten", is_flag=True, help="With dcp: the optimizer's state as flatten_optimizer_state_dict.")
 @click.option(
@@ -37,6 +40,8 @@ def export(
     path: str,
     out: str,
     kind: str,
+    model: str | None,
+    optimizer: str | None,
     prefix: str,
     flatten: bool,
     max_shard_gb: float,
@@ -51,7 +56,13 @@ def export(
     from shardrt.cli.ckpt.opening import open_path
 
     checkpoint = open_path(path, step, shardrt.load_registry())
-    state = checkpoint.portable()
+    state = chosen(checkpoint.portable(), model, optimizer)
+    if kind != "dcp" and (len(state.models) > 1 or (kind == "torch" and len(state.optimizers) > 1)):
+        raise ConfigError(
+            f"{checkpoint.where!r} has the models {', '.join(state.models)} and the optimizers "
+            f"{', '.join(state.optimizers) or 'none'}, and {kind} has room for one of each; choose with --model and "
+            "--optimizer"
+        )
     interchange: Any = importlib.import_module("shardrt.interchange")
     if kind == "torch":
         _write_torch(interchange, state, Path(out))
@@ -67,6 +78,24 @@ def export(
         "notes": left_out(state, kind),
     }
     tell_written(document, as_json)
+
+
+def chosen(state: PortableState, model: str | None, optimizer: str | None) -> PortableState:
+    """What of a state is meant: everything, or one model and one optimizer by name.
+
+    Example:
+        >>> from shardrt.cli.ckpt.exporting import chosen
+        >>> from shardrt.state.portable import PortableState
+        >>> list(chosen(PortableState(models={"a": {}, "b": {}}, optimizers={}), "b", None).models)
+        ['b']
+    """
+    changes: dict[str, Any] = {}
+    for kind, name, there in (("models", model, state.models), ("optimizers", optimizer, state.optimizers)):
+        if name is not None:
+            if name not in there:
+                raise ConfigError(f"there is no {kind[:-1]} {name!r}; {kind}: {', '.join(there) or 'none'}")
+            changes[kind] = {name: there[name]}
+    return attrs.evolve(state, **changes)
 
 
 def _write_torch(interchange: Any, state: PortableState, directory: Path) -> None:
