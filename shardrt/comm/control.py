@@ -31,6 +31,8 @@ _GRACE_SECONDS = 5.0
 """How much longer than rank 0 the others wait, so that they hear from it who is missing."""
 
 
+_SOON_SECONDS = 3.0
+"""Within this time answers are looked for often: a save makes half a dozen exchanges, and each pause would add up."""
 _CHANNELS = 1_000_000
 """Numbers that the channels beside one have before those beside the next begin."""
 
@@ -212,8 +214,9 @@ class StoreControl:
     def _wait_for(self, keys: list[str], limit: float) -> bool:
         # Asking again with growing pauses, rather than the store's own blocking wait: that one writes a warning on
         # every time-out, and this rank must look for reports of failure in between.
-        deadline = time.monotonic() + limit
-        next_look = time.monotonic() + _LOOK_FOR_FAILURES_SECONDS
+        started = time.monotonic()
+        deadline = started + limit
+        next_look = started + _LOOK_FOR_FAILURES_SECONDS
         pause = 0.0005
         while not self._store.check(keys):
             now = time.monotonic()
@@ -223,7 +226,7 @@ class StoreControl:
                 self.raise_if_peer_failed()
                 next_look = now + _LOOK_FOR_FAILURES_SECONDS
             time.sleep(min(pause, deadline - now))
-            pause = min(pause * 1.5, 0.05)
+            pause = min(pause * 1.5, 0.005 if now < started + _SOON_SECONDS else 0.05)
         return True
 
     def _raise_missing(self, topic: str, missing: list[int], limit: float) -> None:
