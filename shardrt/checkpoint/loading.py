@@ -151,7 +151,8 @@ def read_optimizer(
     optimizer.check_between_steps("loading")
     stored = checkpoint.manifest.optimizers[name]
     kind = class_name(optimizer)
-    if strict and stored.kind and stored.kind != kind:
+    # By the last part of the name: people write torch.optim.AdamW for what calls itself torch.optim.adamw.AdamW.
+    if strict and stored.kind and stored.kind.rpartition(".")[2] != kind.rpartition(".")[2]:
         raise StateError(
             f"{checkpoint.where!r} has the state of a {stored.kind}, and optimizer {name!r} is a {kind}; build the "
             "same optimizer, load the model alone, or pass strict=False if one understands the other's state"

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 import shardrt
-import shardrt.interchange
 from tests.unit.ckpt_runs import document, run
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(shardrt.interchange, "detect"), reason="shardrt.interchange has no readers and writers yet"
-)
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,8 @@ def test_a_ring_that_has_forgotten_more_is_no_difference(tmp_path: Path) -> None
 def test_a_rank_that_is_elsewhere_is_told_by_its_stacks(tmp_path: Path) -> None:
     stacks = (
         'thread shardrt-heartbeat:\n  File "x.py", line 1, in beat\n'
-        'thread MainThread:\n  File "/home/u/train.py", line 12, in main\n    load()\n'
-        '  File "/home/u/data.py", line 7, in load\n    lock.acquire()\n'
+        'thread MainThread:\n  File "/data/train.py", line 12, in main\n    load()\n'
+        '  File "/data/data.py", line 7, in load\n    lock.acquire()\n'
         '  File "/lib/site-packages/torch/utils/data.py", line 3, in get\n    x\n'
     )
     for rank in (0, 2):
@@ -164,7 +164,7 @@ def test_a_rank_that_is_elsewhere_is_told_by_its_stacks(tmp_path: Path) -> None:
     report(tmp_path, 1, [op("all_gather", 4)], error=("PeerError", "elsewhere"), elsewhere=True, stacks=stacks)
     found = explained(tmp_path)
     assert (found.cause, found.guilty) == ("busy", (1,))
-    assert "rank 1 was at /home/u/data.py:7 in load" in found.text and "raise Runtime(timeout=...)" in found.advice
+    assert "rank 1 was at /data/data.py:7 in load" in found.text and "raise Runtime(timeout=...)" in found.advice
     assert where_it_was("nothing of the kind") == ""
 
 

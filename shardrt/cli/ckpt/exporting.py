@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +52,7 @@ def export(
     OUT is a directory. For torch it gets model.pt and optimizer.pt, whichever there are, and for dcp it must not exist.
     """
     import shardrt
+    from shardrt import interchange
     from shardrt.cli.ckpt.opening import open_path
 
     checkpoint = open_path(path, step, shardrt.load_registry())
@@ -63,9 +63,8 @@ def export(
             f"{', '.join(state.optimizers) or 'none'}, and {kind} has room for one of each; choose with --model and "
             "--optimizer"
         )
-    interchange: Any = importlib.import_module("shardrt.interchange")
     if kind == "torch":
-        _write_torch(interchange, state, Path(out))
+        _write_torch(state, Path(out))
     elif kind == "dcp":
         interchange.write_dcp(state, out, prefix=prefix, flatten=flatten)
     else:
@@ -98,7 +97,9 @@ def chosen(state: PortableState, model: str | None, optimizer: str | None) -> Po
     return attrs.evolve(state, **changes)
 
 
-def _write_torch(interchange: Any, state: PortableState, directory: Path) -> None:
+def _write_torch(state: PortableState, directory: Path) -> None:
+    from shardrt.interchange import write_torch
+
     model = directory / "model.pt" if state.models else None
     optimizer = directory / "optimizer.pt" if state.optimizers else None
     there = [str(file) for file in (model, optimizer) if file is not None and file.exists()]
@@ -108,7 +109,7 @@ def _write_torch(interchange: Any, state: PortableState, directory: Path) -> Non
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be made: {error}; name another directory") from error
-    interchange.write_torch(state, model, optimizer)
+    write_torch(state, model, optimizer)
 
 
 def left_out(state: PortableState, kind: str) -> list[str]:

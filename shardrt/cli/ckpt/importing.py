@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -79,7 +78,8 @@ def read_foreign(
     """Which program it is from, and what is in it, read when it is wanted."""
     import attrs
 
-    interchange: Any = importlib.import_module("shardrt.interchange")
+    from shardrt import interchange
+
     kind = interchange.detect(source)
     listed = None if names is None else Path(names).read_text(encoding="utf-8").split("\n")
     called = None if listed is None else [name.strip() for name in listed if name.strip()]
