@@ -215,13 +215,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
 
         Every rank calls it. No other rank ever holds more than its own share and a window of some megabytes.
         """
-        state = self.runtime.gather_state(self.sharded, to=to, offload_to_cpu=True)
+        sharded = self.sharded
+        state = self.runtime.gather_state(sharded, to=to, offload_to_cpu=True)
         self._consolidated = state if self.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state as it was consolidated last, in the format of the optimizer class; on that rank alone."""
+        sharded = self.sharded
         if self.world_size == 1:
-            return self.sharded.state_dict()
+            return sharded.state_dict()
         if self._consolidated is None:
             raise NotConsolidatedError(
                 f"the optimizer state has not been consolidated on rank {self.rank}; call "
