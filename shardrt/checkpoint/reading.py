@@ -51,6 +51,14 @@ class CheckedFiles:
         self._checked.add(number)
         return file
 
+    def is_there(self, number: int) -> bool:
+        """Whether a file exists at all."""
+        try:
+            self.place.size(self.path(self.manifest.files[number]))
+        except FileNotFoundError:
+            return False
+        return True
+
     def go_on_with(self, number: int) -> None:
         """Read a file although its size or header is wrong: for finding out which of its tensors are damaged too."""
         self._checked.add(number)

@@ -47,6 +47,9 @@ def _file(checkpoint: OpenCheckpoint, number: int, advance: Advance) -> Iterator
         files.check(number)
     except CheckpointError as error:
         yield Problem(file=file.name, tensor=None, error=str(error))
+        if not files.is_there(number):
+            advance(sum(one.spec.nbytes for one in file.tensors.values()))
+            return
         files.go_on_with(number)
     for name, tensor in file.tensors.items():
         done = 0
@@ -58,9 +61,6 @@ def _file(checkpoint: OpenCheckpoint, number: int, advance: Advance) -> Iterator
 
         try:
             files.verify(number, name, note)
-        except FileNotFoundError:
-            advance(sum(one.spec.nbytes for one in file.tensors.values()))
-            return  # said already
         except CheckpointError as error:
             yield Problem(file=file.name, tensor=name, error=str(error))
             advance(tensor.spec.nbytes - done)
