@@ -46,7 +46,7 @@ def torchrun(script: Path, *arguments: str, meeting: list[str], variables: dict[
         environment.pop(name, None)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "2", *meeting]
     command += ["--monitor-interval", "0.1", str(script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=420, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
 
