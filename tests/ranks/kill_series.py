@@ -1,12 +1,14 @@
 """The series of kills: which points, how one is run, and what must come of it.
 
 Each point is two runs. In the first, one rank ends by SIGKILL and the others must fail within the timeout; the second
-goes on from what is there. Both are forked from workers that have imported everything: a process then costs
-milliseconds, and many points run at once, since most of their time is spent waiting for a rank that is gone.
+goes on from what is there. Their processes come from a server that has imported everything and has no threads (a
+process forked from a worker would inherit locks that threads of it hold): one then costs milliseconds, and many points
+run at once, since most of their time is spent waiting for a rank that is gone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -17,8 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch.distributed as dist
@@ -198,8 +203,8 @@ def _runs(order: dict[str, Any], number: int, rank: int) -> Iterator[list[Any] |
             said = Path(folder) / "said.json"
             meeting = f"{os.environ[CALL_VARIABLE]}/{number}/{name}"
             arguments = {"path": order["path"], "asynchronous": order["asynchronous"], **more}
-            process = multiprocessing.get_context("fork").Process(
-                target=run_apart, args=(str(said), meeting, rank, order["ranks"], arguments), daemon=True
+            process = _server().Process(
+                target=run_apart, args=(str(said), meeting, rank, order["ranks"], _where(), arguments), daemon=True
             )
             process.start()
             deadline = time.monotonic() + MOST_SECONDS
@@ -216,11 +221,28 @@ def _runs(order: dict[str, Any], number: int, rank: int) -> Iterator[list[Any] |
     yield answers
 
 
-def run_apart(said: str, meeting: str, rank: int, ranks: int, arguments: dict[str, Any]) -> None:
+@functools.cache
+def _server() -> ForkServerContext:
+    """Where processes are forked, with everything imported; it finds this module only if told where to look."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2])}):
+        forkserver.ensure_running()
+    return context
+
+
+def _where() -> tuple[str, int]:
+    """Where ranks meet; the server was started in another call, and does not know."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def run_apart(
+    said: str, meeting: str, rank: int, ranks: int, where: tuple[str, int], arguments: dict[str, Any]
+) -> None:
     """In a process of its own: one run."""
     answer: dict[str, Any]
     try:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.TCPStore(*where, is_master=False)
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(meeting, store), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
