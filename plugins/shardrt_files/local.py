@@ -20,8 +20,8 @@ from shardrt_files.temporary import is_temporary
 class LocalPlace:
     """Files in a directory and below; it is made when the first file is written.
 
-    Bytes go between the caller's memory and the system without a buffer in between. See Note [Links are not followed]
-    and Note [Durable names].
+    Bytes are read right into the caller's memory. See Note [Past the page cache], Note [Links are not followed] and
+    Note [Durable names].
 
     Example:
         >>> from shardrt_files.local import LocalPlace

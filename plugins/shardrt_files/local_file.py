@@ -6,24 +6,17 @@ import os
 from contextlib import suppress
 
 from shardrt.errors import CheckpointError
+from shardrt_files.direct_writing import DirectWriter
 from shardrt_files.directories import open_below, synchronise
-from shardrt_files.early_writing import begin_writing
 from shardrt_files.faults import told
 from shardrt_files.temporary import temporary_name
 
-_WORTH_BEGINNING = 4 * 2**20
-"""Bytes: smaller requests would cut what the disk gets into small pieces."""
-
 
 class LocalFile:
-    """Writes go to the system as they come, with no buffer in between; ``commit`` gives the file its name.
-
-    See Note [Write early].
-    """
+    """``commit`` gives the file its name. See Note [Past the page cache]."""
 
     def __init__(self, directory: int, path: str, root: str) -> None:
         self._is_open = False
-        self._written = self._begun = 0
         self._path = path
         self._root = root
         self._name = path.rpartition("/")[2]
@@ -35,29 +28,23 @@ class LocalFile:
         except BaseException:
             os.close(self._directory)
             raise
+        self._writer = DirectWriter(self._file)
         self._is_open = True
 
     def write(self, data: memoryview | bytes, /) -> None:
-        """Append all of it, straight from the caller's memory."""
+        """Append all of it."""
         self._check_open("written to")
         view = memoryview(data)
-        if view.nbytes == 0:
-            return
-        view = view.cast("B")
-        with told("write", self._path, self._root):
-            while view.nbytes:  # the system takes at most 2 GiB at a time, and less where a disk is nearly full
-                count = os.write(self._file, view)
-                view = view[count:]
-                self._written += count
-        if self._written - self._begun >= _WORTH_BEGINNING:
-            begin_writing(self._file, self._begun, self._written - self._begun)
-            self._begun = self._written
+        if view.nbytes:
+            with told("write", self._path, self._root):
+                self._writer.write(view.cast("B"))
 
     def commit(self) -> None:
         """Synchronise the bytes, then give the file its name, then synchronise the name."""
         self._check_open("committed")
         try:
             with told("write", self._path, self._root):
+                self._writer.flush()
                 os.fsync(self._file)
                 os.replace(self._temporary, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
                 synchronise(self._directory)
