@@ -8,6 +8,12 @@ gradient into the bucket and leaves ``p.grad`` as a view of it, so that it exist
 
 Note [Local gradients stay]: reductions write to a buffer of their own. ``p.grad`` is this rank's own gradient before
 and after the step, so accumulating on, stepping twice or never zeroing mean what they mean without sharding.
+
+Note [Coming and going]: under strategies that shard parameters or gradients too, the whole ones are there only while
+somebody computes with them. Their memory is given back by resizing the storage to nothing, and obtained again by
+resizing it back: views of it (``p.data``, what autograd has saved) then show what is gathered into it, so a forward
+need not know that the memory went and came again in between. What stays is this rank's run of the parameters, which is
+stepped, and of the reduced gradients, to which every further backward adds until ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -20,6 +26,19 @@ import torch
 from shardrt.errors import OptimizerError
 from shardrt.optim.params import NamedParam
 from shardrt.plan import Bucket, Shard
+
+@attrs.frozen(kw_only=True)
+class Residence:
+    """Which buffers of a bucket stay in memory between their uses; the rest is given back and obtained again.
+
+    See Note [Coming and going].
+    """
+
+    params: bool = True
+    """The whole parameters. If they go, each rank keeps its own run apart."""
+    gradients: bool = True
+    """The whole gradients of this rank. If they go, what was reduced is kept, and later reductions add to it."""
+
 
 _HOME = "_shardrt_home"
 """Attribute of a parameter that lives in a bucket of ours: the address it was given."""
@@ -59,10 +78,12 @@ class BucketBuffers:
         rank: int,
         holds_gradients: bool,
         holds_reduced: bool,
+        residence: Residence = Residence(),  # noqa: B008 (frozen)
     ) -> None:
         """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run."""
         self.bucket = bucket
         self.rank = rank
+        self.residence = residence
         some = params[bucket.params[0]].tensor
         self.params = torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
         self.slots = _slots(bucket, params)
@@ -70,6 +91,9 @@ class BucketBuffers:
             self._settle(slot)
         self.staged = [slot for slot in self.slots if slot.home is None]
         self.own_start = sum(bucket.splits[:rank])
+        self._own_run = self.params[self.own_start : self.own_start + bucket.splits[rank]]
+        self.shard = self._own_run if residence.params else self._own_run.clone()
+        """This rank's run of the parameters: what is stepped."""
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         if holds_reduced:
@@ -81,9 +105,13 @@ class BucketBuffers:
                     slot.gradient = _shaped(
                         self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None
                     )
+            if not residence.gradients:
+                _give_back(self.gradients)
 
     def _settle(self, slot: Slot) -> None:
         tensor = slot.param.tensor
+        if not self.residence.params and not _owns_storage(tensor):
+            tensor.data = tensor.detach().clone()  # memory that can go without taking anything else with it
         if slot.in_one_piece and _may_move(tensor, cut=len(slot.offsets) > 1):
             home = _shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True)
             home.copy_(tensor.detach())
@@ -95,6 +123,8 @@ class BucketBuffers:
 
     def follow_moved_parameters(self) -> None:
         """A parameter whose data was replaced (``p.data = ...``) is brought home, with its new values."""
+        if not self.residence.params:
+            return
         for slot in self.slots:
             tensor = slot.param.tensor
             home = slot.home
@@ -106,8 +136,48 @@ class BucketBuffers:
 
     def load_staged(self) -> None:
         """Copy staged parameters into the buffer, where their shards are stepped."""
+        for slot in self.staged if self.residence.params else ():
+            self._load(slot)
+
+    def give_back_params(self) -> None:
+        """The whole parameters are needed no more: only this rank's run stays."""
+        for memory in self._whole_memory():
+            _give_back(memory)
+
+    def obtain_params(self) -> None:
+        """Memory for the whole parameters, with this rank's run in it, to be gathered."""
+        for memory in self._whole_memory():
+            _obtain(memory)
+        self._own_run.copy_(self.shard)
+
+    def take_shard(self) -> None:
+        """The whole parameters have new values: this rank's run follows."""
+        if not self.residence.params:
+            self.load_all()
+            self.shard.copy_(self._own_run)
+
+    def load_all(self) -> None:
+        """Copy every parameter that is not at home into the buffer."""
         for slot in self.staged:
             self._load(slot)
+
+    def _whole_memory(self) -> list[torch.Tensor]:
+        return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
+
+    def hold_gradients(self) -> None:
+        """Memory for this rank's gradients, if it is not there."""
+        if not self.residence.gradients and self.gradients is not None:
+            _obtain(self.gradients)
+
+    def drop_gradients(self) -> None:
+        """They are on their way: ``p.grad`` shows them no more."""
+        for slot in self.slots:
+            slot.param.tensor.grad = None
+
+    def give_back_gradients(self) -> None:
+        """This rank's gradients have arrived at their owners."""
+        if self.gradients is not None:
+            _give_back(self.gradients)
 
     def store_staged(self) -> None:
         """Copy staged parameters out of the buffer after the gather."""
@@ -128,9 +198,10 @@ class BucketBuffers:
 
     def shard_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """What the local optimizer steps: the whole parameter in its shape, or a flat range of it."""
+        start = offset - self.own_start
         if shard.numel == slot.param.tensor.numel():
-            return slot.home if slot.home is not None else _shaped(self.params, offset, slot.param.tensor, False)
-        return self.params[offset : offset + shard.numel]
+            return _shaped(self.shard, start, slot.param.tensor, keep_strides=slot.home is not None)
+        return self.shard[start : start + shard.numel]
 
     def reduced_gradient_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """Where the reduction of one owned shard's gradient arrives, shaped like the shard."""
@@ -158,10 +229,23 @@ def _shaped(buffer: torch.Tensor, offset: int, like: torch.Tensor, keep_strides:
     return buffer[offset : offset + like.numel()].view(like.shape)
 
 
+def _owns_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _give_back(memory: torch.Tensor) -> None:
+    memory.untyped_storage().resize_(0)
+
+
+def _obtain(memory: torch.Tensor) -> None:
+    storage, nbytes = memory.untyped_storage(), memory.numel() * memory.element_size()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+
+
 def _may_move(tensor: torch.Tensor, *, cut: bool) -> bool:
-    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     lives_with_us = getattr(tensor, _HOME, None) == tensor.data_ptr()
-    if not (owns_storage or lives_with_us):
+    if not (_owns_storage(tensor) or lives_with_us):
         return False
     return tensor.is_contiguous() or (not cut and _is_dense(tensor))
 

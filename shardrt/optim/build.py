@@ -10,6 +10,7 @@ import torch
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import optimizer_fields
+from shardrt.optim.buffers import Residence
 from shardrt.optim.digest import bit_digests
 from shardrt.optim.engine import Gradients
 from shardrt.optim.lone import LoneOptimizer
@@ -19,7 +20,7 @@ from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
-from shardrt.protocols import Communicator, OverlappingSchedule
+from shardrt.protocols import Communicator, OverlappingSchedule, Partitioner
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -35,8 +36,11 @@ def build_optimizer(
     initial: str,
     uses: Sequence[str],
     defaults: Mapping[str, Any],
+    partitioner: Partitioner | None = None,
+    units: tuple[tuple[str, ...], ...] | None = None,
+    residence: Residence = Residence(),  # noqa: B008 (frozen)
 ) -> ManagedOptimizer:
-    """See :meth:`shardrt.Runtime.optimizer`."""
+    """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
         _check_choice("gradients", gradients, ("average", "sum", "reduced"))
         _check_choice("initial", initial, ("broadcast", "check"))
@@ -52,7 +56,8 @@ def build_optimizer(
             check_no_aliases(named)
             _check_devices(named, runtime.device_type)
         planner = Planner(
-            partitioner=runtime.partitioner,
+            partitioner=partitioner or runtime.partitioner,
+            units=units,
             world_size=runtime.world_size,
             bucket_bytes=runtime.bucket_bytes,
             optimizer_class=optimizer_class,
@@ -67,7 +72,7 @@ def build_optimizer(
         if runtime.world_size == 1:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
-        communicator, gather_communicator = _communicators(runtime, dtypes)
+        communicator, gather_communicator = _communicators(runtime, dtypes, residence)
         made = ShardedOptimizer(
             runtime,
             planner,
@@ -78,6 +83,7 @@ def build_optimizer(
             gather_communicator=gather_communicator,
             schedule=runtime.schedule,
             gradients=gradients,
+            residence=residence,
         )
     _settle_initial_values(runtime, made, named, initial)
     return made
@@ -93,16 +99,20 @@ def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
                 other.retire()
 
 
-def _communicators(runtime: Runtime, dtypes: set[str]) -> tuple[Communicator, Communicator | None]:
+def _communicators(
+    runtime: Runtime, dtypes: set[str], residence: Residence
+) -> tuple[Communicator, Communicator | None]:
     """One communicator per optimizer: backward may fill the buckets of two in an order that differs between ranks, and
     a loop that steps two in different orders ends in a timeout instead of in one another's data.
     """
     schedule = runtime.schedule
     own = runtime.open_communicator(dtypes)
     if own is not None:
-        apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+        # Parameters that are gathered inside backward, where reductions are under way, must not queue behind them.
+        apart = not residence.params or (isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart)
         return own, runtime.open_communicator(dtypes) if apart else None
-    if isinstance(schedule, OverlappingSchedule) and runtime.has_optimizers():
+    early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
+    if early and runtime.has_optimizers():
         raise UnsupportedError(
             f"backend {runtime.backend!r} runs one communicator at a time, and schedule {schedule.name!r} works during "
             "backward, where the buckets of two optimizers come in no fixed order; use schedule='sync', or one "

@@ -15,7 +15,7 @@ from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import BucketBuffers, frozen_shard
+from shardrt.optim.buffers import BucketBuffers, Residence, frozen_shard
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -56,6 +56,7 @@ class BucketEngine:
         watch: BackwardWatch | None = None,
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
+        residence: Residence = Residence(),  # noqa: B008 (frozen)
         settings: Settings | None = None,
         attendance: Attendance | None = None,
         timeline: Timeline | None = None,
@@ -83,11 +84,25 @@ class BucketEngine:
                     rank=communicator.rank,
                     holds_gradients=gradients != "reduced" and hooked is None,
                     holds_reduced=gradients != "reduced",
+                    residence=residence,
                 ),
                 keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
             )
             for bucket in plan.buckets
         ]
+        self._residence = residence
+        self._still = [
+            BucketBuffers(
+                bucket,
+                params,
+                rank=communicator.rank,
+                holds_gradients=False,
+                holds_reduced=False,
+                residence=residence,
+            )
+            for bucket in plan.still
+        ]
+        self._going: list[Work] = []
         self._skipped: Collection[torch.Tensor] = ()
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
@@ -111,6 +126,8 @@ class BucketEngine:
                 reduction = at_work.reduction = self._start_reduction(at_work)
                 noted.bucket = None
             at_work.note_gradients()
+            if not self._residence.gradients:
+                self._let_go(reduction)
         else:
             self._refuse_changed(at_work)
         return reduction
@@ -144,15 +161,50 @@ class BucketEngine:
         told = self._tell_present(
             at_work, bring_nothing(buffers) if absent else collect_gradients(buffers, self._adopts, self._skipped)
         )
+        if not self._residence.gradients:
+            buffers.drop_gradients()
         average, divisor = self._gradients == "average", self._attendance.divisor
         by_all = divisor is None or divisor == self._communicator.world_size
+        assert buffers.reduced is not None
+        # Where the whole gradients go, what was reduced before is the only trace of them.
+        output = buffers.reduced if at_work.accumulated is None else torch.empty_like(buffers.reduced)
         reducing = self._communicator.reduce_scatter(
-            buffers.gradients, buffers.bucket.splits, output=buffers.reduced, average=average and by_all
+            buffers.gradients, buffers.bucket.splits, output=output, average=average and by_all
         )
-        if by_all or not average:
+        by = None if by_all or not average else divisor
+        if by is None and self._residence.gradients:
             return FollowedWork([reducing, told])
-        assert buffers.reduced is not None and divisor is not None
-        return FollowedWork([reducing, told], then=partial(_divide, buffers.reduced, divisor))
+        return FollowedWork([reducing, told], then=partial(self._after_reduction, at_work, output, by))
+
+    def _after_reduction(self, at_work: BucketAtWork, output: torch.Tensor, divisor: int | None) -> None:
+        buffers = at_work.buffers
+        assert buffers.reduced is not None
+        if divisor is not None:
+            output.div_(divisor)
+        if self._residence.gradients:
+            return
+        if at_work.accumulated is not None:
+            buffers.reduced.add_(output)
+            present = at_work.present[:-MARKS]
+            torch.maximum(present, at_work.accumulated, out=present)
+        at_work.accumulated = at_work.present[:-MARKS].clone()
+        buffers.give_back_gradients()
+
+    def _let_go(self, reduction: Work) -> None:
+        """Wait for earlier reductions, so that no more than two buckets of gradients are in memory."""
+        self._going.append(reduction)
+        while len(self._going) > 1:
+            self._going.pop(0).wait()
+
+    def forget_gradients(self, *, keep_zeros: bool = False) -> None:
+        """Drop what was reduced, where that is the only trace of gradients."""
+        for bucket in self._buckets:
+            if bucket.accumulated is None:
+                continue
+            if keep_zeros and bucket.buffers.reduced is not None:
+                bucket.buffers.reduced.zero_()
+            else:
+                bucket.accumulated = None
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()
@@ -247,6 +299,8 @@ class BucketEngine:
         buffers = self._buckets[bucket].buffers
         # Bytes that arrive change parameters as an optimizer's step does: autograd must know.
         torch.autograd.graph.increment_version([slot.param.tensor for slot in buffers.slots])
+        if not self._residence.params:
+            return FinishedWork()  # whoever computes with them gathers them: see UnitParams
         with self._noting(bucket):
             noted.bucket = bucket
             gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
@@ -255,6 +309,9 @@ class BucketEngine:
 
     def gather_for_readers(self, bucket: int) -> None:
         """Start a gather that whoever reads one of the bucket's parameters waits for."""
+        if not self._residence.params:
+            self.gather(bucket)
+            return
         tensors = [slot.param.tensor for slot in self._buckets[bucket].buffers.slots]
         unfinished = UnfinishedBucket(
             tensors,
@@ -310,10 +367,21 @@ class BucketEngine:
 
     def broadcast_parameters(self, source: int) -> None:
         """Everyone gets the source's values."""
-        for bucket in self._buckets:
-            bucket.buffers.load_staged()
-            self._communicator.broadcast(bucket.buffers.params, source).wait()
-            bucket.buffers.store_staged()
+        for buffers in (*(bucket.buffers for bucket in self._buckets), *self._still):
+            buffers.load_all()
+            self._communicator.broadcast(buffers.params, source).wait()
+            buffers.store_staged()
+            buffers.take_shard()
+
+    def buffers_of(self, names: Collection[str]) -> list[BucketBuffers]:
+        """The buffers of the buckets that hold these parameters, trained or frozen."""
+        every = [*(bucket.buffers for bucket in self._buckets), *self._still]
+        return [buffers for buffers in every if buffers.bucket.params[0] in names]
+
+    @property
+    def gathers_with(self) -> Communicator:
+        """What parameters are gathered with."""
+        return self._gather_communicator
 
     def gradient_counts(self) -> list[int]:
         """How many gradients fill each bucket."""
@@ -340,8 +408,15 @@ class BucketEngine:
                     if buffers.reduced is not None:
                         mine.gradient = buffers.reduced_gradient_of(slot, offset, shard)
                     bucket.owned.append((index, mine))
+        for buffers in self._still:
+            for slot in buffers.slots:
+                for offset, shard in slot.offsets:
+                    if shard in self.owned:
+                        self.owned[shard].stepped.grad = None
+                        self.owned[shard].stepped.data = buffers.shard_of(slot, offset, shard)
+        still = {name for buffers in self._still for name in buffers.bucket.params}
         for owned in self.owned.values():
-            if owned.slot is None:
+            if owned.slot is None and owned.shard.param not in still:
                 owned.stepped.grad = None
                 owned.stepped.data = frozen_shard(owned.shard, params[owned.shard.param])
 
@@ -355,10 +430,6 @@ class BucketEngine:
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
-
-
-def _divide(gradients: torch.Tensor, divisor: int) -> None:
-    gradients.div_(divisor)
 
 
 class _Reading:

@@ -15,6 +15,7 @@ from shardrt.optim.agreement import agree_on_values, explain_different_settings,
 from shardrt.optim.amp import teach_grad_scaler
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
+from shardrt.optim.buffers import Residence
 from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
@@ -50,8 +51,14 @@ class ShardedOptimizer(ScalingOptimizer):
         gather_communicator: Communicator | None,
         schedule: Schedule,
         gradients: Gradients,
+        residence: Residence = Residence(),  # noqa: B008 (frozen)
     ) -> None:
         self._prepare(runtime, planner, plan)
+        self._residence = residence
+        self.rebuilt: Callable[[BucketEngine], None] | None = None
+        """Called when the buckets were laid out anew, with whole parameters in all of them."""
+        self.rebuilding: Callable[[], None] | None = None
+        """Called before that: whole parameters are needed."""
         self._gather_communicator = gather_communicator
         teach_grad_scaler()
         self._leaves_gradients = False
@@ -63,7 +70,8 @@ class ShardedOptimizer(ScalingOptimizer):
         self._left = None
         self.attendance = Attendance()
         self.announcer = self.attached_to = self.watch = None
-        if isinstance(schedule, OverlappingSchedule) and gradients != "reduced":
+        early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
+        if early and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
             self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
@@ -139,6 +147,7 @@ class ShardedOptimizer(ScalingOptimizer):
         super().zero_grad(set_to_none=set_to_none)
         self._left = None
         self._ready_engine.forget_reduction()
+        self._ready_engine.forget_gradients(keep_zeros=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters to train; owners of the earlier ones do not change. Every rank must call it."""
@@ -262,6 +271,11 @@ class ShardedOptimizer(ScalingOptimizer):
         return self._local.inner
 
     @property
+    def engine(self) -> BucketEngine:
+        """The buckets as they are laid out now."""
+        return self._ready_engine
+
+    @property
     def _ready_engine(self) -> BucketEngine:
         assert self._engine is not None
         return self._engine
@@ -280,6 +294,8 @@ class ShardedOptimizer(ScalingOptimizer):
         if self._engine is not None:
             self._engine.remove_hooks()
             self._engine.settle()
+            if self.rebuilding is not None:
+                self.rebuilding()
         self._engine = BucketEngine(
             self.plan,
             self._params,
@@ -292,6 +308,7 @@ class ShardedOptimizer(ScalingOptimizer):
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
+            residence=self._residence,
             timeline=self._runtime.timeline,
             settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
             attendance=self.attendance,
@@ -301,6 +318,8 @@ class ShardedOptimizer(ScalingOptimizer):
         self._hooks[:] = self._engine.hooks
         self._tensors = [param.tensor for param in self._params.values()]
         self._trained = [spec.trainable for spec in self.plan.params]
+        if self.rebuilt is not None:
+            self.rebuilt(self._engine)
         self._runtime.plan_built(self.plan)
 
     def _settings(self) -> dict[str, Any]:
@@ -312,8 +331,7 @@ class ShardedOptimizer(ScalingOptimizer):
 
     def _bucket_ready(self, bucket: int) -> None:
         assert self.watch is not None
-        assert isinstance(self._schedule, OverlappingSchedule)
-        if self._schedule.updates_early and self.watch.rounds:
+        if self.updates_early and self.watch.rounds:
             raise OptimizerError(
                 f"a second backward before step(): schedule {self._schedule.name!r} has updated the parameters with "
                 "the first already; accumulate inside rt.no_sync(opt), checkpoint with use_reentrant=False, or use "
@@ -321,17 +339,16 @@ class ShardedOptimizer(ScalingOptimizer):
             )
         with self._runtime.telling_peers(), torch.no_grad():
             if bucket == 0:
-                if self._schedule.updates_early:
+                if self.updates_early:
                     self._taken = [{key: group[key] for key in group if key != "params"} for group in self.param_groups]
                 self._note_frozen()
                 self._ready_engine.finish_reads()
                 self._ready_engine.follow_moved_parameters()
             self._ready_engine.renew(bucket)
-            if self._steps == 0 and self._schedule.updates_early:
-                # see Note [The first step is late]
-                self._ready_engine.reduce(bucket)
-            else:
+            if isinstance(self._schedule, OverlappingSchedule) and not (self._steps == 0 and self.updates_early):
                 self._schedule.bucket_ready(self._ready_engine, bucket)
+            else:  # see Note [The first step is late]; or gradients that do not stay until the step
+                self._ready_engine.reduce(bucket)
 
     def _after_backward(self) -> None:
         if self._spans is not None and self.watch is not None:

@@ -1,0 +1,88 @@
+"""How a module comes to be sharded: choose units, build the optimizer on them, let parameters come and go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardrt.choosing import choose_partitioner
+from shardrt.errors import ConfigError
+from shardrt.optim.build import build_optimizer
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.reach import Reach, reach_of
+from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.protocols import Partitioner
+from shardrt.sharding.prefetching import prefetch_from
+from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.strategies import strategy_called
+from shardrt.sharding.units import find_units
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+
+def shard_module(
+    runtime: Runtime,
+    module: torch.nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    strategy: Any,
+    units: Any,
+    partitioner: Any,
+    prefetch: Any,
+    ignored_modules: Iterable[torch.nn.Module],
+    ignored_parameters: Iterable[torch.nn.Parameter],
+    runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
+    elementwise: bool | None,
+    uses: Sequence[str],
+    defaults: Mapping[str, Any],
+) -> ManagedOptimizer:
+    """See :meth:`shardrt.Runtime.shard`."""
+    with runtime.agreeing("shard"):
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"rt.shard takes a torch.nn.Module, got a {type(module).__name__}")
+        if module in runners:
+            raise ConfigError("this module is sharded already; shard a module once, with all its parameters")
+        chosen = strategy_called(strategy)
+        ahead = prefetch_from(prefetch)
+        found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
+        names = {name for unit in found for name in unit.params}
+        named = [(name, param) for name, param in module.named_parameters() if name in names]
+    whole = chosen.residence.params
+    optimizer = build_optimizer(
+        runtime,
+        named,
+        optimizer_class,
+        gradients="average",
+        elementwise=elementwise,
+        initial="broadcast",
+        uses=uses,
+        defaults=defaults,
+        partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
+        units=None if whole else tuple(unit.params for unit in found if unit.params),
+        residence=chosen.residence,
+    )
+    if isinstance(optimizer, ShardedOptimizer) and not whole:
+        runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
+    return optimizer
+
+
+def _partitioner(
+    runtime: Runtime,
+    given: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    elementwise: bool | None,
+    *,
+    whole: bool,
+) -> Partitioner:
+    """The one that is asked for. Else, where parameters are sharded too: even ranges of each unit, if the optimizer
+    allows to cut parameters."""
+    if given is not None:
+        return choose_partitioner(runtime.registry, given)
+    if whole or not isinstance(optimizer_class, type):
+        return runtime.partitioner  # type: ignore[no-any-return]
+    cuts = reach_of(optimizer_class, elementwise) is Reach.ELEMENT
+    return choose_partitioner(runtime.registry, "flat" if cuts else "greedy")
