@@ -182,7 +182,8 @@ class BucketBuffers:
     def store_staged(self) -> None:
         """Copy staged parameters out of the buffer after the gather."""
         for slot in self.staged:
-            whole = slot.param.tensor.detach()
+            # Not detach: who gathers tells autograd if these are new values, and not if they only come back.
+            whole = slot.param.tensor.data
             if slot.in_one_piece:
                 whole.copy_(_shaped(self.params, slot.offsets[0][0], whole, keep_strides=False))
                 continue

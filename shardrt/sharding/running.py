@@ -70,7 +70,7 @@ class UnitRunner:
     def put_all_away(self) -> None:
         """Only shards are left."""
         for params in self.params:
-            params.put_away()
+            params.put_away(lent_too=True)
 
     @contextmanager
     def summoned(self, *, writeback: bool) -> Iterator[None]:

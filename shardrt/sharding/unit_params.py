@@ -4,6 +4,9 @@ Note [Parameters that are away]: the memory of a parameter that is away is not t
 So, as for parameters under way (see Note [Unfinished parameters]), its class is one that hears of every read. Inside
 the forward of the sharded module a read gathers the unit: a layer may use another layer's weight. Anywhere else a read
 is an error that says how to get at the values: a gather that only one rank asks for would wait for the others.
+
+Note [Lent parameters]: whoever reads a parameter outside its unit's forward may need it again in backward, where no
+hook tells when. So a unit that was gathered for such a reader stays until backward has ended.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class UnitParams:
         self._works: list[Work] | None = None
         self.is_here = True
         """They can be computed with."""
+        self._is_lent = False
 
     @property
     def is_coming(self) -> bool:
@@ -65,8 +69,11 @@ class UnitParams:
         let_read(self._tensors)
         self.is_here = True
 
-    def put_away(self) -> None:
-        """Give their memory back; what is on its way arrives first."""
+    def put_away(self, *, lent_too: bool = False) -> None:
+        """Give their memory back; what is on its way arrives first. See Note [Lent parameters]."""
+        if self._is_lent and not lent_too:
+            return
+        self._is_lent = False
         if self._works is not None:
             self.bring()
         if not self.is_here:
@@ -91,3 +98,4 @@ class UnitParams:
                 "rank has them whole; read them inside rt.summon_full_params(module), or take rt.full_state_dict(...)"
             )
         self.bring()
+        self._is_lent = True
