@@ -35,10 +35,10 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
-from shardrt.state.kinds import StateKind
-from shardrt.state_calls import StateCalls
 from shardrt.sharding.building import shard_module
 from shardrt.sharding.running import UnitRunner
+from shardrt.state.kinds import StateKind
+from shardrt.state_calls import StateCalls
 from shardrt.timeline.recording import Recording, timeline_directory
 
 if TYPE_CHECKING:
@@ -91,9 +91,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._plans: list[Plan] = []
         # By module; the module's hooks keep its runner alive.
-        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]] = weakref.WeakKeyDictionary()
         self._kinds: weakref.WeakKeyDictionary[Any, StateKind] = weakref.WeakKeyDictionary()
         self._answering: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
         self._saver: Saver | None = None
@@ -265,9 +263,7 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         self._optimizers.append(weakref.ref(made))
         return module, made
 
-    def summon_full_params(
-        self, module: torch.nn.Module, *, writeback: bool = True
-    ) -> AbstractContextManager[None]:
+    def summon_full_params(self, module: torch.nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
         """A block in which every rank has the whole parameters of a sharded module. Every rank must enter it.
 
         What is written to them is kept if ``writeback``.

@@ -27,6 +27,7 @@ from shardrt.errors import OptimizerError
 from shardrt.optim.params import NamedParam
 from shardrt.plan import Bucket, Shard
 
+
 @attrs.frozen(kw_only=True)
 class Residence:
     """Which buffers of a bucket stay in memory between their uses; the rest is given back and obtained again.
@@ -39,6 +40,9 @@ class Residence:
     gradients: bool = True
     """The whole gradients of this rank. If they go, what was reduced is kept, and later reductions add to it."""
 
+
+RESIDENT = Residence()
+"""Everything stays."""
 
 _HOME = "_shardrt_home"
 """Attribute of a parameter that lives in a bucket of ours: the address it was given."""
@@ -78,7 +82,7 @@ class BucketBuffers:
         rank: int,
         holds_gradients: bool,
         holds_reduced: bool,
-        residence: Residence = Residence(),  # noqa: B008 (frozen)
+        residence: Residence = RESIDENT,
     ) -> None:
         """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run."""
         self.bucket = bucket

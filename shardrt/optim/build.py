@@ -10,7 +10,7 @@ import torch
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import optimizer_fields
-from shardrt.optim.buffers import Residence
+from shardrt.optim.buffers import RESIDENT, Residence
 from shardrt.optim.digest import bit_digests
 from shardrt.optim.engine import Gradients
 from shardrt.optim.lone import LoneOptimizer
@@ -38,7 +38,7 @@ def build_optimizer(
     defaults: Mapping[str, Any],
     partitioner: Partitioner | None = None,
     units: tuple[tuple[str, ...], ...] | None = None,
-    residence: Residence = Residence(),  # noqa: B008 (frozen)
+    residence: Residence = RESIDENT,
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
@@ -59,7 +59,8 @@ def build_optimizer(
             partitioner=partitioner or runtime.partitioner,
             units=units,
             world_size=runtime.world_size,
-            bucket_bytes=runtime.bucket_bytes,
+            # Gradients that go as soon as they are reduced go bucket by bucket.
+            bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or _GOING_BYTES,
             optimizer_class=optimizer_class,
             reach=reach,
         )
@@ -134,6 +135,9 @@ def _settle_initial_values(
     if runtime.differs("initial parameters", digests):
         runtime.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
         made.broadcast_parameters(source=0)
+
+
+_GOING_BYTES = 8 * 2**20
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

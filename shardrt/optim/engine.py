@@ -15,7 +15,7 @@ from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import BucketBuffers, Residence, frozen_shard
+from shardrt.optim.buffers import RESIDENT, BucketBuffers, Residence, frozen_shard
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -56,7 +56,7 @@ class BucketEngine:
         watch: BackwardWatch | None = None,
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
-        residence: Residence = Residence(),  # noqa: B008 (frozen)
+        residence: Residence = RESIDENT,
         settings: Settings | None = None,
         attendance: Attendance | None = None,
         timeline: Timeline | None = None,

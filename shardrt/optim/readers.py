@@ -48,6 +48,11 @@ def watch_reads(tensors: Iterable[torch.Tensor], readable: Readable) -> None:
         tensor.__class__ = _unfinished_class(type(tensor))
 
 
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether its values are not there, or not yet."""
+    return id(tensor) in _UNFINISHED
+
+
 def let_read(tensors: Iterable[torch.Tensor]) -> None:
     """These may be read by anybody again."""
     for tensor in tensors:

@@ -15,7 +15,7 @@ from shardrt.optim.agreement import agree_on_values, explain_different_settings,
 from shardrt.optim.amp import teach_grad_scaler
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import Residence
+from shardrt.optim.buffers import RESIDENT, Residence
 from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
@@ -51,7 +51,7 @@ class ShardedOptimizer(ScalingOptimizer):
         gather_communicator: Communicator | None,
         schedule: Schedule,
         gradients: Gradients,
-        residence: Residence = Residence(),  # noqa: B008 (frozen)
+        residence: Residence = RESIDENT,
     ) -> None:
         self._prepare(runtime, planner, plan)
         self._residence = residence

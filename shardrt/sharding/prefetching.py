@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -73,10 +74,8 @@ class RunningOrder:
         """A unit runs now."""
         self._now.append(unit)
         # Follow the recorded order; where this run leaves it, look for the unit further on, else stay.
-        try:
+        with contextlib.suppress(ValueError):
             self._place = self._last.index(unit, self._place) + 1
-        except ValueError:
-            pass
 
     def next_forward(self, count: int) -> Sequence[int]:
         """The units that came next last time."""

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from shardrt.errors import ConfigError
-from shardrt.optim.buffers import Residence
+from shardrt.optim.buffers import RESIDENT, Residence
 from shardrt.registry.nearness import did_you_mean
 
 
@@ -23,19 +23,12 @@ class Strategy:
 
     name: str
     summary: str
-    residence: Residence = Residence()
-    shards_state: bool = True
-    """Whether ranks divide the optimizer's state at all."""
-    hybrid: bool = False
-    """Sharded inside a host or a mesh axis, replicated across."""
+    residence: Residence = RESIDENT
 
 
 STRATEGIES = {
     one.name: one
     for one in (
-        Strategy(
-            name="no_shard", summary="every rank has everything; gradients are averaged (DDP)", shards_state=False
-        ),
         Strategy(name="shard_optim", summary="optimizer state is sharded (ZeRO-1)"),
         Strategy(
             name="shard_grad_op",

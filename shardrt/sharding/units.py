@@ -63,7 +63,9 @@ def find_units(
         if param not in left_out:
             found[owners[param]].append(name)
     return [
-        Unit(name=name, module=modules[name], params=tuple(params)) for name, params in found.items() if params or not name
+        Unit(name=name, module=modules[name], params=tuple(params))
+        for name, params in found.items()
+        if params or not name
     ]
 
 
@@ -175,8 +177,7 @@ def _by_function(root: torch.nn.Module, policy: Policy, ignored: set[torch.nn.Mo
         total = sum(param.numel() for param in module.parameters() if param.numel())
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
-        wrapped = sum(visit(child) for child in module.children() if child not in ignored)
-        return wrapped
+        return sum(visit(child) for child in module.children() if child not in ignored)
 
     def visit(module: torch.nn.Module) -> int:
         total = sum(param.numel() for param in module.parameters())

@@ -10,6 +10,7 @@ import torch
 
 from shardrt.errors import StateError, UnsupportedError
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.readers import is_watched
 from shardrt.plan import Shard, spread_largest_first
 from shardrt.state.optimizers import plain_name
 
@@ -25,6 +26,8 @@ class ModelState:
     values: Mapping[str, Any]
     """What modules keep beside tensors (``get_extra_state``)."""
     buffers: frozenset[str]
+    away: frozenset[str] = frozenset()
+    """Sharded parameters: no rank has their values whole, so only parts of them can be read or written."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -54,6 +57,7 @@ def model_state(module: torch.nn.Module) -> ModelState:
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     buffers: set[str] = set()
+    away: set[str] = set()
     first: dict[int, str] = {}
     for key, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(key)
@@ -64,12 +68,15 @@ def model_state(module: torch.nn.Module) -> ModelState:
         elif id(value) in first:
             aliases[name] = first[id(value)]
         else:
-            _check_storable(name, value)
+            if is_watched(value):
+                away.add(name)
+            else:
+                _check_storable(name, value)
             first[id(value)] = name
             tensors[name] = value
             if id(value) not in trained:
                 buffers.add(name)
-    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers))
+    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers), away=frozenset(away))
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -114,6 +121,32 @@ def answering(
 def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """A flat range of a tensor's elements in row-major order: a view where they lie so."""
     return tensor.detach().reshape(-1)[start:stop]
+
+
+class OwnParts:
+    """This rank's parts of a model's tensors: of those that are away the shards it keeps, of the others views."""
+
+    def __init__(self, state: ModelState, optimizers: Iterable[ManagedOptimizer]) -> None:
+        self._state = state
+        names = {id(tensor): name for name, tensor in state.tensors.items()}
+        self._kept: dict[tuple[str, int, int], torch.Tensor] = {}
+        for optimizer in optimizers if state.away else ():
+            whole = optimizer.named()
+            for shard, stepped in optimizer.owned():
+                name = names.get(id(whole[shard.param]))
+                if name is not None:
+                    self._kept[name, shard.start, shard.stop] = stepped
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        """The values of one of this rank's shards, flat."""
+        if shard.param in self._state.away:
+            return self._kept[shard.param, shard.start, shard.stop].detach().reshape(-1)
+        return part_of(self._state.tensors[shard.param], shard.start, shard.stop)
+
+    def write(self, shard: Shard, values: torch.Tensor) -> None:
+        """Give one of this rank's shards of a tensor that is away new values."""
+        kept = self._kept[shard.param, shard.start, shard.stop]
+        kept.detach().copy_(values.reshape(kept.shape))
 
 
 def copies(state: ModelState, *, on_cpu: bool) -> dict[str, Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import shardrt
 from tests.ranks.twins import OPTIMIZERS, average_backward, batch, largest_difference, twins
 from tests.ranks.zoo import ZOO

@@ -40,7 +40,9 @@ class ConvNet(torch.nn.Module):
         self.stages = torch.nn.Sequential(
             *(
                 torch.nn.Sequential(
-                    torch.nn.Conv2d(wide, 5, 3, padding=1, bias=False), torch.nn.BatchNorm2d(5), torch.nn.ReLU(inplace=True)
+                    torch.nn.Conv2d(wide, 5, 3, padding=1, bias=False),
+                    torch.nn.BatchNorm2d(5),
+                    torch.nn.ReLU(inplace=True),
                 )
                 for wide in (1, 5, 5)
             )
