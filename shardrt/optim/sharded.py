@@ -54,7 +54,8 @@ class ShardedOptimizer(ScalingOptimizer):
         residence: Residence = RESIDENT,
     ) -> None:
         self._prepare(runtime, planner, plan)
-        self._residence = residence
+        self.residence = residence
+        """Which whole buffers stay in memory between their uses."""
         self.rebuilt: Callable[[BucketEngine], None] | None = None
         """Called when the buckets were laid out anew, with whole parameters in all of them."""
         self.rebuilding: Callable[[], None] | None = None
@@ -308,7 +309,7 @@ class ShardedOptimizer(ScalingOptimizer):
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
-            residence=self._residence,
+            residence=self.residence,
             timeline=self._runtime.timeline,
             settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
             attendance=self.attendance,
