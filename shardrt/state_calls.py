@@ -17,7 +17,7 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import Communicator, ControlChannel
 from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state, torch_groups
-from shardrt.state.gathering import hand_out_away, whole_model, write_whole
+from shardrt.state.gathering import hand_out_apart, whole_model, write_whole
 from shardrt.state.handing_out import hand_out_model, hand_out_optimizer
 from shardrt.state.kinds import StateKind
 from shardrt.state.models import ModelState, OwnParts, answering, copies, matched, model_state, unwrapped
@@ -223,7 +223,7 @@ class StateCalls:
         finally:
             self._reading_modules = False
         if kind.kind == "full":
-            if state.away:
+            if state.apart:
                 return self._gathered(found, state, kind)
             wanted = self.rank == 0 or not kind.rank0_only
             return copies(state, on_cpu=kind.offload_to_cpu) if wanted else {}
@@ -366,23 +366,28 @@ class StateCalls:
                 _check_mapping(state)
                 tensors, values = matched(module, state, strict=strict)
         found = model_state(module)
-        live = {name: tensor for name, tensor in found.tensors.items() if name not in found.away}
+        live = {name: tensor for name, tensor in found.tensors.items() if name not in found.apart}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 if name in live:
                     live[name].detach().copy_(tensor)
-            if found.away and not rank0_only:
+            if found.apart and not rank0_only:
                 write_whole(found, self._optimizers_for(module), tensors, self.rank, self.world_size)
         if rank0_only:
             device = torch.device(self.device_type)
             hand_out_model(live, self.negotiate(()), self._control, device)
-            if found.away:
+            if found.apart:
                 names = self._control.exchange("sharded parameters", [n for n in found.tensors if n in tensors])[0]
-                away = [name for name in names if name in found.away]
-                hand_out_away(found, self._optimizers_for(module), tensors, away, self.negotiate(()), device)
+                named = [name for name in names if name in found.apart]
+                hand_out_apart(found, self._optimizers_for(module), tensors, named, self.negotiate(()), device)
+        self._spread(module)
         torch.autograd.graph.increment_version(list(live.values()))
         if values:
             unwrapped(module).load_state_dict(values, strict=False)
+
+    def _spread(self, module: torch.nn.Module) -> None:
+        for optimizer in self._optimizers_for(module):
+            optimizer.spread_parameters()
 
     def _load_model_parts(self, module: torch.nn.Module, state: Any) -> None:
         with self.agreeing("load_state_dict"):
@@ -394,7 +399,7 @@ class StateCalls:
         mine = [
             shard
             for name, owners in answering(live, optimizers, self.world_size).items()
-            for shard in (owners if name in live.away else (Shard(name, 0, live.tensors[name].numel(), self.rank),))
+            for shard in (owners if name in live.apart else (Shard(name, 0, live.tensors[name].numel(), self.rank),))
             if shard.rank == self.rank
         ]
         wanted = [Wanted(param=shard.param, start=shard.start, stop=shard.stop) for shard in mine]
@@ -402,10 +407,11 @@ class StateCalls:
         found = collect_parts(parts, wanted, shapes, self.negotiate(()), self._control, device)
         with torch.no_grad():
             for shard, (sliced, _) in zip(mine, found, strict=True):
-                if shard.param in live.away:
+                if shard.param in live.apart:
                     own.write(shard, sliced["value"])
                 else:
                     live.tensors[shard.param].detach().copy_(sliced["value"].view(shapes[shard.param]))
+        self._spread(module)
         torch.autograd.graph.increment_version(list(live.tensors.values()))
         extra = {key: value for part in parts for key, value in part.get("extra_state", {}).items()}
         if extra:

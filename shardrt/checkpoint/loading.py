@@ -96,7 +96,7 @@ def read_model(
             if shard.rank == rank:
                 part = torch.empty(shard.numel, dtype=dtype_called(spread.spec.dtype))
                 checkpoint.files.read_spread(spread, shard.start, shard.stop, part, advance)
-                parts[shard] = part.to(tensor.dtype)
+                parts[shard] = part.to(state.dtype(key))
     kept = {key: value for key, value in values.items() if key in state.values}
     own = OwnParts(state, optimizers.values())
     return ReadModel(state=state, module=module, shards=shards, parts=parts, own=own, values=kept)
@@ -104,20 +104,26 @@ def read_model(
 
 def apply_model(read: ReadModel, communicator: Communicator, device: torch.device) -> None:
     """Spread the parts into the model, in place. Of what is sharded every rank has read just its own."""
-    away = read.state.away
+    apart_ones = read.state.apart
     order = [
-        [shard for name, owners in read.shards.items() if name not in away for shard in owners if shard.rank == rank]
+        [
+            shard
+            for name, owners in read.shards.items()
+            if name not in apart_ones
+            for shard in owners
+            if shard.rank == rank
+        ]
         for rank in _ranks(communicator)
     ]
     tensors = read.state.tensors
     with torch.no_grad():
         for shard, part in read.parts.items():
-            if shard.param in away:
+            if shard.param in apart_ones:
                 read.own.write(shard, part)
     apart = {  # whose elements do not lie in row-major order: gathered beside, then copied
         name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=tensors[name].device)
         for name in read.shards
-        if name not in away and not tensors[name].is_contiguous()
+        if name not in apart_ones and not tensors[name].is_contiguous()
     }
 
     def place(rank: int, number: int) -> torch.Tensor:

@@ -155,7 +155,7 @@ def _model_pieces(
 def _model_common(model: str, state: ModelState, table: TensorTable[torch.Tensor]) -> dict[str, Any]:
     return {
         "tensors": {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            name: [str(state.dtype(name)).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in state.tensors.items()
         },
         "buffers": sorted(state.buffers),

@@ -70,9 +70,9 @@ def _checked(optimizer: ShardedOptimizer) -> ShardedOptimizer:
         raise ConfigError("an optimizer is in a block of rt.join already; blocks do not go into one another")
     if not optimizer.residence.params:
         raise UnsupportedError(
-            "rt.join cannot serve a module whose parameters are sharded: a rank without inputs runs no forward, and the "
-            "others gather parameters from it there; use strategy='shard_grad_op' or 'shard_optim', or give every rank "
-            "as many batches"
+            "rt.join cannot serve a module whose parameters are sharded: a rank without inputs runs no forward, in "
+            "which the others could gather its part; use strategy='shard_grad_op' or 'shard_optim', or give every "
+            "rank as many batches"
         )
     if optimizer.gradients == "reduced" or optimizer.has_hook:
         raise UnsupportedError(

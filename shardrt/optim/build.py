@@ -10,14 +10,14 @@ import torch
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import optimizer_fields
-from shardrt.optim.buffers import RESIDENT, Residence
-from shardrt.optim.digest import bit_digests
 from shardrt.optim.engine import Gradients
+from shardrt.optim.initial import settle_initial_values
 from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
+from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
 from shardrt.protocols import Communicator, OverlappingSchedule, Partitioner
@@ -39,6 +39,7 @@ def build_optimizer(
     partitioner: Partitioner | None = None,
     units: tuple[tuple[str, ...], ...] | None = None,
     residence: Residence = RESIDENT,
+    precision: PrecisionOf = own_precision,
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
@@ -69,12 +70,14 @@ def build_optimizer(
         runtime.negotiate(dtypes)
         fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
         fields["initial"] = Field(value=initial, fix="pass the same initial=... on every rank")
+    if runtime.world_size > 1:
+        settle_initial_values(runtime, runtime.negotiate(dtypes), named, initial)
     with runtime.agreeing("optimizer built"):
-        if runtime.world_size == 1:
+        if runtime.world_size == 1 and precision is own_precision:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
         communicator, gather_communicator = _communicators(runtime, dtypes, residence)
-        made = ShardedOptimizer(
+        return ShardedOptimizer(
             runtime,
             planner,
             plan,
@@ -85,9 +88,8 @@ def build_optimizer(
             schedule=runtime.schedule,
             gradients=gradients,
             residence=residence,
+            precision=precision,
         )
-    _settle_initial_values(runtime, made, named, initial)
-    return made
 
 
 def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
@@ -107,6 +109,8 @@ def _communicators(
     a loop that steps two in different orders ends in a timeout instead of in one another's data.
     """
     schedule = runtime.schedule
+    if runtime.world_size == 1:
+        return runtime.negotiate(dtypes), None
     own = runtime.open_communicator(dtypes)
     if own is not None:
         # Parameters that are gathered inside backward, where reductions are under way, must not queue behind them.
@@ -120,21 +124,6 @@ def _communicators(
             "optimizer with several parameter groups"
         )
     return runtime.negotiate(dtypes), None
-
-
-def _settle_initial_values(
-    runtime: Runtime, made: ShardedOptimizer, params: Sequence[NamedParam], initial: str
-) -> None:
-    digests = dict(zip((param.name for param in params), bit_digests(param.tensor for param in params), strict=True))
-    if initial == "check":
-        with runtime.agreeing("initial parameters") as fields:
-            fields["digest of initial parameters"] = Field(
-                value=digests, fix="seed every rank alike or load the same checkpoint, or pass initial='broadcast'"
-            )
-        return
-    if runtime.differs("initial parameters", digests):
-        runtime.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
-        made.broadcast_parameters(source=0)
 
 
 _GOING_BYTES = 8 * 2**20

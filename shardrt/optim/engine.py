@@ -15,7 +15,7 @@ from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import RESIDENT, BucketBuffers, Residence, frozen_shard
+from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -29,7 +29,9 @@ from shardrt.optim.hooked import HookResults
 from shardrt.optim.params import NamedParam
 from shardrt.optim.readers import UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
+from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
+from shardrt.optim.slots import frozen_shard
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Work
 from shardrt.timeline import Timeline
@@ -57,6 +59,7 @@ class BucketEngine:
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
         residence: Residence = RESIDENT,
+        precision: PrecisionOf = own_precision,
         settings: Settings | None = None,
         attendance: Attendance | None = None,
         timeline: Timeline | None = None,
@@ -85,6 +88,7 @@ class BucketEngine:
                     holds_gradients=gradients != "reduced" and hooked is None,
                     holds_reduced=gradients != "reduced",
                     residence=residence,
+                    precision=precision(bucket.params[0]),
                 ),
                 keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
             )
@@ -99,6 +103,7 @@ class BucketEngine:
                 holds_gradients=False,
                 holds_reduced=False,
                 residence=residence,
+                precision=precision(bucket.params[0]),
             )
             for bucket in plan.still
         ]
@@ -166,13 +171,17 @@ class BucketEngine:
         average, divisor = self._gradients == "average", self._attendance.divisor
         by_all = divisor is None or divisor == self._communicator.world_size
         assert buffers.reduced is not None
+        source, output = buffers.gradients, buffers.reduced
+        if source.dtype != buffers.reduce_dtype:
+            source = source.to(buffers.reduce_dtype)
         # Where the whole gradients go, what was reduced before is the only trace of them.
-        output = buffers.reduced if at_work.accumulated is None else torch.empty_like(buffers.reduced)
+        if output.dtype != source.dtype or at_work.accumulated is not None:
+            output = torch.empty_like(output, dtype=source.dtype)
         reducing = self._communicator.reduce_scatter(
-            buffers.gradients, buffers.bucket.splits, output=output, average=average and by_all
+            source, buffers.bucket.splits, output=output, average=average and by_all
         )
         by = None if by_all or not average else divisor
-        if by is None and self._residence.gradients:
+        if by is None and self._residence.gradients and output is buffers.reduced:
             return FollowedWork([reducing, told])
         return FollowedWork([reducing, told], then=partial(self._after_reduction, at_work, output, by))
 
@@ -181,6 +190,8 @@ class BucketEngine:
         assert buffers.reduced is not None
         if divisor is not None:
             output.div_(divisor)
+        if output is not buffers.reduced and at_work.accumulated is None:
+            buffers.reduced.copy_(output)
         if self._residence.gradients:
             return
         if at_work.accumulated is not None:
@@ -261,6 +272,8 @@ class BucketEngine:
             present = None if all(found[:-MARKS]) else found
             for index, owned in bucket.owned:
                 wanted = owned.gradient if present is None or present[index] else None
+                if wanted is not None and wanted.dtype != owned.stepped.dtype:
+                    wanted = wanted.to(owned.stepped.dtype)
                 if owned.stepped.grad is not wanted:
                     owned.stepped.grad = wanted
 
@@ -301,6 +314,7 @@ class BucketEngine:
         torch.autograd.graph.increment_version([slot.param.tensor for slot in buffers.slots])
         if not self._residence.params:
             return FinishedWork()  # whoever computes with them gathers them: see UnitParams
+        buffers.load_own_run()
         with self._noting(bucket):
             noted.bucket = bucket
             gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
@@ -365,18 +379,24 @@ class BucketEngine:
         for bucket in self._buckets:
             bucket.buffers.follow_moved_parameters()
 
-    def broadcast_parameters(self, source: int) -> None:
-        """Everyone gets the source's values."""
-        for buffers in (*(bucket.buffers for bucket in self._buckets), *self._still):
-            buffers.load_all()
-            self._communicator.broadcast(buffers.params, source).wait()
-            buffers.store_staged()
-            buffers.take_shard()
+    def spread_parameters(self) -> None:
+        """Gather whole parameters that stay from shards that are apart from them."""
+        apart = [buffers for buffers in self._every_buffers() if buffers.shard_is_apart and buffers.residence.params]
+
+        def gather(buffers: BucketBuffers) -> Work:
+            buffers.load_own_run()
+            gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
+            return FollowedWork([gathering], then=buffers.store_staged)
+
+        start_and_wait(gather, apart)
+        torch.autograd.graph.increment_version([slot.param.tensor for one in apart for slot in one.slots])
+
+    def _every_buffers(self) -> list[BucketBuffers]:
+        return [*(bucket.buffers for bucket in self._buckets), *self._still]
 
     def buffers_of(self, names: Collection[str]) -> list[BucketBuffers]:
         """The buffers of the buckets that hold these parameters, trained or frozen."""
-        every = [*(bucket.buffers for bucket in self._buckets), *self._still]
-        return [buffers for buffers in every if buffers.bucket.params[0] in names]
+        return [buffers for buffers in self._every_buffers() if buffers.bucket.params[0] in names]
 
     @property
     def gathers_with(self) -> Communicator:
@@ -404,7 +424,7 @@ class BucketEngine:
                     if mine is None:
                         continue
                     mine.slot = slot
-                    mine.stepped.data = buffers.shard_of(slot, offset, shard)
+                    _put(mine, buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
                     if buffers.reduced is not None:
                         mine.gradient = buffers.reduced_gradient_of(slot, offset, shard)
                     bucket.owned.append((index, mine))
@@ -413,7 +433,7 @@ class BucketEngine:
                 for offset, shard in slot.offsets:
                     if shard in self.owned:
                         self.owned[shard].stepped.grad = None
-                        self.owned[shard].stepped.data = buffers.shard_of(slot, offset, shard)
+                        _put(self.owned[shard], buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
         still = {name for buffers in self._still for name in buffers.bucket.params}
         for owned in self.owned.values():
             if owned.slot is None and owned.shard.param not in still:
@@ -430,6 +450,13 @@ class BucketEngine:
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
+
+
+def _put(owned: OwnedShard, place: torch.Tensor, *, keeps: bool) -> None:
+    """Let a shard live in a bucket. It ``keeps`` its values where they count; else they are there already."""
+    if keeps:
+        place.copy_(owned.stepped.detach())
+    owned.stepped.data = place
 
 
 class _Reading:

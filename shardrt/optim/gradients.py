@@ -13,8 +13,9 @@ import attrs
 import torch
 
 from shardrt.errors import SparseGradientError
-from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged
+from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.settings import MARKS
+from shardrt.optim.slots import Slot, check_unchanged
 from shardrt.plan import Shard
 from shardrt.protocols import Work
 

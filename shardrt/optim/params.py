@@ -20,13 +20,19 @@ class NamedParam:
     name: str
     tensor: torch.Tensor
     group: int
+    dtype: str = attrs.field(init=False)
+    """Its own, in which it is stepped and stored, whatever it is computed with in."""
+
+    @dtype.default
+    def _own_dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
 
     def spec(self, *, trainable: bool | None = None) -> ParamSpec:
         """What planning needs to know of it."""
         return ParamSpec(
             name=self.name,
             shape=tuple(self.tensor.shape),
-            dtype=str(self.tensor.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             trainable=self.tensor.requires_grad if trainable is None else trainable,
             group=self.group,
         )
@@ -182,13 +188,14 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
-    """The object the local optimizer holds. Its data is put in place when the buckets are laid out."""
+def parameter_for(param: NamedParam, shard: Shard, *, apart: bool = False) -> torch.nn.Parameter:
+    """The object the local optimizer holds. Its data is put in place when the buckets are laid out.
+
+    ``apart``: in memory of its own, so that the whole parameter's can go.
+    """
     tensor = param.tensor.detach()
-    whole = shard.numel == tensor.numel()
-    stepped = torch.nn.Parameter(
-        tensor if whole else tensor.reshape(-1)[shard.start : shard.stop], requires_grad=param.tensor.requires_grad
-    )
+    part = tensor if shard.numel == tensor.numel() else tensor.reshape(-1)[shard.start : shard.stop]
+    stepped = torch.nn.Parameter(part.clone() if apart else part, requires_grad=param.tensor.requires_grad)
     # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
     vars(stepped).update(vars(param.tensor))
     return stepped

@@ -15,13 +15,13 @@ from shardrt.optim.agreement import agree_on_values, explain_different_settings,
 from shardrt.optim.amp import teach_grad_scaler
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import RESIDENT, Residence
 from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
 from shardrt.optim.planner import Planner
+from shardrt.optim.residence import OWN_PRECISION, RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
@@ -52,14 +52,16 @@ class ShardedOptimizer(ScalingOptimizer):
         schedule: Schedule,
         gradients: Gradients,
         residence: Residence = RESIDENT,
+        precision: PrecisionOf = own_precision,
     ) -> None:
         self._prepare(runtime, planner, plan)
         self.residence = residence
         """Which whole buffers stay in memory between their uses."""
+        self._precision = precision
         self.rebuilt: Callable[[BucketEngine], None] | None = None
-        """Called when the buckets were laid out anew, with whole parameters in all of them."""
+        """Called when the buckets were laid out anew."""
         self.rebuilding: Callable[[], None] | None = None
-        """Called before that: whole parameters are needed."""
+        """Called before that: parameters that can go must be away."""
         self._gather_communicator = gather_communicator
         teach_grad_scaler()
         self._leaves_gradients = False
@@ -263,10 +265,10 @@ class ShardedOptimizer(ScalingOptimizer):
         """Raise if an update is under way, whose state nobody could tell."""
         self._refuse_inside_a_step(what)
 
-    def broadcast_parameters(self, source: int) -> None:
-        """Give every rank the values of one."""
-        with torch.no_grad():
-            self._ready_engine.broadcast_parameters(source)
+    def spread_parameters(self) -> None:
+        """The shards have new values: where whole parameters stay and are apart from them, these follow."""
+        with self._runtime.telling_peers(), torch.no_grad():
+            self._ready_engine.spread_parameters()
 
     def _local_optimizer(self) -> torch.optim.Optimizer:
         return self._local.inner
@@ -286,7 +288,8 @@ class ShardedOptimizer(ScalingOptimizer):
         for param in group.params:
             for shard in self.plan.partition.by_param[param.name]:
                 if shard.rank == self._communicator.rank:
-                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard))
+                    apart = not self.residence.params or self._precision(param.name) != OWN_PRECISION
+                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard, apart=apart))
                     self._owned[shard] = owned
                     found.append(owned.stepped)
         return found
@@ -310,6 +313,7 @@ class ShardedOptimizer(ScalingOptimizer):
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
             residence=self.residence,
+            precision=self._precision,
             timeline=self._runtime.timeline,
             settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
             attendance=self.attendance,

@@ -51,7 +51,7 @@ def shard_module(
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
-    whole = chosen.residence.params
+    whole = chosen.residence.params or runtime.world_size == 1
     optimizer = build_optimizer(
         runtime,
         named,

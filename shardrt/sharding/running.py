@@ -42,7 +42,7 @@ class UnitRunner:
         self._take_over(optimizer.engine)
         # Weak: the optimizer's hooks on parameters live as long as these.
         runner = weakref.ref(self)
-        optimizer.rebuilding = lambda: _with(runner, UnitRunner.bring_all)
+        optimizer.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
         optimizer.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
         self.handles = [
             handle

@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from shardrt.errors import ConfigError
-from shardrt.optim.buffers import RESIDENT, Residence
+from shardrt.optim.residence import RESIDENT, Residence
 from shardrt.registry.nearness import did_you_mean
 
 

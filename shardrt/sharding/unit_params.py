@@ -17,7 +17,7 @@ import torch
 
 from shardrt.errors import StateError
 from shardrt.optim.buffers import BucketBuffers
-from shardrt.optim.readers import let_read, watch_reads
+from shardrt.optim.readers import is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
 
 
@@ -36,8 +36,13 @@ class UnitParams:
         self._on_read = on_read
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
         self._works: list[Work] | None = None
-        self.is_here = True
+        self.is_here = not any(is_watched(tensor) for tensor in self._tensors)
         """They can be computed with."""
+        if not self.is_here:  # they were put away before the buckets were laid out anew
+            with torch._C.DisableTorchFunctionSubclass():
+                for one in buffers:
+                    one.give_back_params()
+            watch_reads(self._tensors, self)
         self._is_lent = False
 
     @property

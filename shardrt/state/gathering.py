@@ -29,15 +29,15 @@ def whole_model(
     """
     own = OwnParts(state, optimizers)
     owners = answering(state, optimizers, communicator.world_size)
-    sharded = {name: shards for name, shards in owners.items() if name in state.away}
+    sharded = {name: shards for name, shards in owners.items() if name in state.apart}
     order = _by_rank(sharded, communicator.world_size)
     wanted = to is None or to == communicator.rank
     made: dict[str, torch.Tensor] = {}
     if wanted:
         for name, tensor in state.tensors.items():
             where = torch.device("cpu") if on_cpu else tensor.device
-            if name in state.away:
-                made[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+            if name in state.apart:
+                made[name] = torch.empty(tensor.shape, dtype=state.dtype(name), device=where)
             else:
                 made[name] = tensor.detach().to(where, copy=True)
 
@@ -54,17 +54,17 @@ def whole_model(
 def write_whole(
     state: ModelState, optimizers: Sequence[ManagedOptimizer], values: Mapping[str, torch.Tensor], rank: int, world: int
 ) -> None:
-    """Give this rank's parts of tensors that are away their values from whole ones."""
+    """Give this rank's parts of tensors that are kept apart their values from whole ones."""
     own = OwnParts(state, optimizers)
     for name, owners in answering(state, optimizers, world).items():
-        if name in state.away and name in values:
+        if name in state.apart and name in values:
             flat = values[name].detach().reshape(-1)
             for shard in owners:
                 if shard.rank == rank:
                     own.write(shard, flat[shard.start : shard.stop])
 
 
-def hand_out_away(
+def hand_out_apart(
     state: ModelState,
     optimizers: Sequence[ManagedOptimizer],
     values: Mapping[str, torch.Tensor],
@@ -72,7 +72,7 @@ def hand_out_away(
     communicator: Communicator,
     device: torch.device,
 ) -> None:
-    """The first rank has whole values of tensors that are away: every rank gets its parts."""
+    """The first rank has whole values of tensors that are kept apart: every rank gets its parts."""
     own = OwnParts(state, optimizers)
     owners = answering(state, optimizers, communicator.world_size)
     parts = [shard for name in names for shard in owners[name]]
@@ -80,7 +80,7 @@ def hand_out_away(
     arrived: dict[int, torch.Tensor] = {}
 
     def give(shard: Shard) -> torch.Tensor:
-        whole = values[shard.param].to(state.tensors[shard.param].dtype)
+        whole = values[shard.param].to(state.dtype(shard.param))
         return whole.detach().reshape(-1)[shard.start : shard.stop]
 
     def place(_: int, number: int) -> torch.Tensor | None:
@@ -88,7 +88,7 @@ def hand_out_away(
         if shard.rank != communicator.rank:
             return None
         if number not in arrived:
-            arrived[number] = torch.empty(shard.numel, dtype=state.tensors[shard.param].dtype, device=device)
+            arrived[number] = torch.empty(shard.numel, dtype=state.dtype(shard.param), device=device)
         return arrived[number]
 
     _gather(state, order, communicator, give, place, to=None, device=device)
@@ -115,7 +115,7 @@ def _gather(
     with torch.no_grad():
         gather_streams(
             communicator,
-            [Stream([shard.numel * state.tensors[shard.param].element_size() for shard in mine]) for mine in order],
+            [Stream([shard.numel * state.dtype(shard.param).itemsize for shard in mine]) for mine in order],
             lambda number: give(order[communicator.rank][number]),
             place,
             to=to,

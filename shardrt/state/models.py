@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from shardrt.errors import StateError, UnsupportedError
+from shardrt.optim.kept import kept_dtype
 from shardrt.optim.managed import ManagedOptimizer
-from shardrt.optim.readers import is_watched
 from shardrt.plan import Shard, spread_largest_first
 from shardrt.state.optimizers import plain_name
 
@@ -26,8 +26,13 @@ class ModelState:
     values: Mapping[str, Any]
     """What modules keep beside tensors (``get_extra_state``)."""
     buffers: frozenset[str]
-    away: frozenset[str] = frozenset()
-    """Sharded parameters: no rank has their values whole, so only parts of them can be read or written."""
+    apart: Mapping[str, torch.dtype] = attrs.field(factory=dict)
+    """Parameters whose values count in the shards of their owners, and those shards' dtype: no rank has them whole, or
+    only in a lower precision, so only parts of them are read or written."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
+        return self.apart.get(name, self.tensors[name].dtype)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -57,7 +62,7 @@ def model_state(module: torch.nn.Module) -> ModelState:
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     buffers: set[str] = set()
-    away: set[str] = set()
+    apart: dict[str, torch.dtype] = {}
     first: dict[int, str] = {}
     for key, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(key)
@@ -68,15 +73,16 @@ def model_state(module: torch.nn.Module) -> ModelState:
         elif id(value) in first:
             aliases[name] = first[id(value)]
         else:
-            if is_watched(value):
-                away.add(name)
+            kept = kept_dtype(value)
+            if kept is not None:
+                apart[name] = kept
             else:
                 _check_storable(name, value)
             first[id(value)] = name
             tensors[name] = value
             if id(value) not in trained:
                 buffers.add(name)
-    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers), away=frozenset(away))
+    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers), apart=apart)
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -124,13 +130,13 @@ def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 class OwnParts:
-    """This rank's parts of a model's tensors: of those that are away the shards it keeps, of the others views."""
+    """This rank's parts of a model's tensors: of those kept apart the shards it has, of the others views."""
 
     def __init__(self, state: ModelState, optimizers: Iterable[ManagedOptimizer]) -> None:
         self._state = state
         names = {id(tensor): name for name, tensor in state.tensors.items()}
         self._kept: dict[tuple[str, int, int], torch.Tensor] = {}
-        for optimizer in optimizers if state.away else ():
+        for optimizer in optimizers if state.apart else ():
             whole = optimizer.named()
             for shard, stepped in optimizer.owned():
                 name = names.get(id(whole[shard.param]))
@@ -139,12 +145,12 @@ class OwnParts:
 
     def read(self, shard: Shard) -> torch.Tensor:
         """The values of one of this rank's shards, flat."""
-        if shard.param in self._state.away:
+        if shard.param in self._state.apart:
             return self._kept[shard.param, shard.start, shard.stop].detach().reshape(-1)
         return part_of(self._state.tensors[shard.param], shard.start, shard.stop)
 
     def write(self, shard: Shard, values: torch.Tensor) -> None:
-        """Give one of this rank's shards of a tensor that is away new values."""
+        """Give one of this rank's shards of a tensor that is kept apart new values."""
         kept = self._kept[shard.param, shard.start, shard.stop]
         kept.detach().copy_(values.reshape(kept.shape))
 

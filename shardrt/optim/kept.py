@@ -1,0 +1,29 @@
+"""Marks on parameters whose values count in shards, and not in the whole tensor. See Note [Shards apart]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+_KEPT = "_shardrt_kept_dtype"
+
+
+def note_kept_apart(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """The values of these are kept in shards of this dtype."""
+    for tensor in tensors:
+        setattr(tensor, _KEPT, dtype)
+
+
+def kept_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the shards that count, or None where the tensor itself does.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.kept import kept_dtype, note_kept_apart
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> note_kept_apart([weight], torch.float32)
+        >>> kept_dtype(weight), kept_dtype(torch.ones(2))
+        (torch.float32, None)
+    """
+    return vars(tensor).get(_KEPT)
