@@ -6,7 +6,7 @@ import os
 import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,8 +35,8 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
-from shardrt.sharding.building import shard_module
 from shardrt.sharding.running import UnitRunner
+from shardrt.sharding_calls import ShardingCalls
 from shardrt.state.kinds import StateKind
 from shardrt.state_calls import StateCalls
 from shardrt.timeline.recording import Recording, timeline_directory
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Runtime(LoopCalls, StateCalls, KeepingCalls):
+class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
     """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
 
     ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.
@@ -211,75 +211,6 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         )
         self._optimizers.append(weakref.ref(made))
         return made
-
-    def shard(
-        self,
-        module: torch.nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
-        *,
-        strategy: Any = "full_shard",
-        units: Any = None,
-        partitioner: Any = None,
-        prefetch: Any = "pre",
-        ignored_modules: Iterable[torch.nn.Module] = (),
-        ignored_parameters: Iterable[torch.nn.Parameter] = (),
-        elementwise: bool | None = None,
-        uses: Sequence[str] = (),
-        **defaults: Any,
-    ) -> tuple[torch.nn.Module, ManagedOptimizer]:
-        """Shard a module and its optimizer; returns both. Every rank must call it alike.
-
-        The module stays the object it is, and is called as ever. ``strategy`` is ``"shard_optim"`` (ZeRO-1),
-        ``"shard_grad_op"`` (ZeRO-2), ``"full_shard"`` (ZeRO-3), or a member of torch's ``ShardingStrategy``.
-        ``units`` says which parameters are gathered together: module classes, modules, a number of parameters, a
-        function of a module, a policy of torch's, or None for the repeated blocks. ``prefetch`` is ``"pre"``,
-        ``"post"``, None, or a :class:`~shardrt.sharding.prefetching.Prefetch`. ``partitioner`` divides each unit; by
-        default into even ranges, or by whole parameters where the optimizer needs them.
-
-        Example:
-            >>> import shardrt, torch
-            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-            >>> rt = shardrt.Runtime()
-            >>> model, opt = rt.shard(model, torch.optim.AdamW, lr=3e-4, strategy="full_shard")
-            >>> model(torch.ones(1, 4)).sum().backward()
-            >>> opt.step()
-        """
-        self._check_open()
-        made = shard_module(
-            self,
-            module,
-            optimizer_class,
-            strategy=strategy,
-            units=units,
-            partitioner=partitioner,
-            prefetch=prefetch,
-            ignored_modules=ignored_modules,
-            ignored_parameters=ignored_parameters,
-            runners=self._runners,
-            elementwise=elementwise,
-            uses=uses,
-            defaults=defaults,
-        )
-        self._optimizers.append(weakref.ref(made))
-        return module, made
-
-    def summon_full_params(self, module: torch.nn.Module, *, writeback: bool = True) -> AbstractContextManager[None]:
-        """A block in which every rank has the whole parameters of a sharded module. Every rank must enter it.
-
-        What is written to them is kept if ``writeback``.
-
-        Example:
-            >>> import shardrt, torch
-            >>> rt = shardrt.Runtime()
-            >>> model, opt = rt.shard(torch.nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
-            >>> with rt.summon_full_params(model):
-            ...     tuple(model.weight.shape)
-            (2, 2)
-        """
-        self._check_open()
-        known = self._runners.get(module)
-        runner = None if known is None else known()
-        return nullcontext() if runner is None else runner.summoned(writeback=writeback)
 
     @property
     def partitioner(self) -> Any:

@@ -381,7 +381,7 @@ class BucketEngine:
 
     def spread_parameters(self) -> None:
         """Gather whole parameters that stay from shards that are apart from them."""
-        apart = [buffers for buffers in self._every_buffers() if buffers.shard_is_apart and buffers.residence.params]
+        apart = [buffers for buffers in self.every_buffers() if buffers.shard_is_apart and buffers.residence.params]
 
         def gather(buffers: BucketBuffers) -> Work:
             buffers.load_own_run()
@@ -391,12 +391,13 @@ class BucketEngine:
         start_and_wait(gather, apart)
         torch.autograd.graph.increment_version([slot.param.tensor for one in apart for slot in one.slots])
 
-    def _every_buffers(self) -> list[BucketBuffers]:
+    def every_buffers(self) -> list[BucketBuffers]:
+        """Of trained and of frozen buckets."""
         return [*(bucket.buffers for bucket in self._buckets), *self._still]
 
     def buffers_of(self, names: Collection[str]) -> list[BucketBuffers]:
         """The buffers of the buckets that hold these parameters, trained or frozen."""
-        return [buffers for buffers in self._every_buffers() if buffers.bucket.params[0] in names]
+        return [buffers for buffers in self.every_buffers() if buffers.bucket.params[0] in names]
 
     @property
     def gathers_with(self) -> Communicator:

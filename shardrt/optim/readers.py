@@ -53,6 +53,11 @@ def is_watched(tensor: torch.Tensor) -> bool:
     return id(tensor) in _UNFINISHED
 
 
+def watched_by(tensor: torch.Tensor) -> Readable | None:
+    """Who hears of reads of this one."""
+    return _UNFINISHED.get(id(tensor))
+
+
 def let_read(tensors: Iterable[torch.Tensor]) -> None:
     """These may be read by anybody again."""
     for tensor in tensors:

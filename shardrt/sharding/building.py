@@ -13,12 +13,14 @@ from shardrt.errors import ConfigError
 from shardrt.optim.build import build_optimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.reach import Reach, reach_of
+from shardrt.optim.residence import Precision, PrecisionOf, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Partitioner
+from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner
 from shardrt.sharding.strategies import strategy_called
-from shardrt.sharding.units import find_units
+from shardrt.sharding.units import Unit, find_units
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -33,6 +35,7 @@ def shard_module(
     units: Any,
     partitioner: Any,
     prefetch: Any,
+    mixed_precision: Any,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
     runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
@@ -48,9 +51,11 @@ def shard_module(
             raise ConfigError("this module is sharded already; shard a module once, with all its parameters")
         chosen = strategy_called(strategy)
         ahead = prefetch_from(prefetch)
+        mixed = mixed_precision_from(mixed_precision)
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
+        precision = own_precision if mixed is None else precision_by_name(module, mixed)
     whole = chosen.residence.params or runtime.world_size == 1
     optimizer = build_optimizer(
         runtime,
@@ -62,12 +67,27 @@ def shard_module(
         uses=uses,
         defaults=defaults,
         partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
-        units=None if whole else tuple(unit.params for unit in found if unit.params),
+        units=None if whole and mixed is None else _travelling(found, precision),
         residence=chosen.residence,
+        precision=precision,
     )
+    if mixed is not None:
+        cast_buffers(module, mixed, {inner for given in ignored_modules for inner in given.modules()})
+        cast_inputs_of(found, mixed)
     if isinstance(optimizer, ShardedOptimizer) and not whole:
         runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
     return optimizer
+
+
+def _travelling(units: Sequence[Unit], precision: PrecisionOf) -> tuple[tuple[str, ...], ...]:
+    """What shares buckets: parameters of one unit and one precision."""
+    found: list[tuple[str, ...]] = []
+    for unit in units:
+        by_precision: dict[Precision, list[str]] = {}
+        for name in unit.params:
+            by_precision.setdefault(precision(name), []).append(name)
+        found += [tuple(names) for names in by_precision.values()]
+    return tuple(found)
 
 
 def _partitioner(

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +36,6 @@ class UnitRunner:
         self._order = RunningOrder()
         self._depth = 0
         self._task: int | None = None
-        self._summoned = 0
         self.params: list[UnitParams] = []
         self._take_over(optimizer.engine)
         # Weak: the optimizer's hooks on parameters live as long as these.
@@ -60,32 +58,10 @@ class UnitRunner:
         ]
         self.put_all_away()
 
-    def bring_all(self) -> None:
-        """Every unit's parameters are here, until they are put away."""
-        for params in self.params:
-            params.start()
-        for params in self.params:
-            params.bring()
-
     def put_all_away(self) -> None:
         """Only shards are left."""
         for params in self.params:
             params.put_away(lent_too=True)
-
-    @contextmanager
-    def summoned(self, *, writeback: bool) -> Iterator[None]:
-        """Whole parameters outside forward and backward."""
-        self.bring_all()
-        self._summoned += 1
-        try:
-            yield
-        finally:
-            self._summoned -= 1
-            if writeback:
-                for params in self.params:
-                    params.take_values()
-            if not self._summoned:
-                self.put_all_away()
 
     def _may_read(self) -> bool:
         return self._depth > 0 or torch._C._current_graph_task_id() != -1
@@ -129,8 +105,7 @@ class UnitRunner:
         return hook
 
     def _put_away(self, number: int) -> None:
-        if not self._summoned:
-            self.params[number].put_away()
+        self.params[number].put_away()
 
     def _backward_begins(self, number: int) -> None:
         task = torch._C._current_graph_task_id()
@@ -154,8 +129,7 @@ class UnitRunner:
 
     def _backward_ended(self) -> None:
         self._task = None
-        if not self._summoned:
-            self.put_all_away()
+        self.put_all_away()
 
 
 def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:

@@ -89,12 +89,6 @@ class UnitParams:
         self.is_here = False
         watch_reads(self._tensors, self)
 
-    def take_values(self) -> None:
-        """The whole parameters were written to: let this rank's shards follow."""
-        with torch.no_grad():
-            for one in self._buffers:
-                one.take_shard()
-
     def read(self) -> None:
         """Somebody reads a parameter that is away."""
         if not self._on_read():
