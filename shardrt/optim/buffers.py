@@ -79,8 +79,7 @@ class BucketBuffers:
                     slot.gradient = shaped(self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None)
             if not residence.gradients:
                 _give_back(self.gradients)
-        if self.shard_is_apart:
-            note_kept_apart([slot.param.tensor for slot in self.slots], own)
+        note_kept_apart([slot.param.tensor for slot in self.slots], own if self.shard_is_apart else None)
 
     def _settle(self, slot: Slot) -> None:
         tensor = slot.param.tensor

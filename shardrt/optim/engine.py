@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
+import attrs
 import torch
 
 from shardrt.comm.waiting import start_and_wait
@@ -207,6 +208,29 @@ class BucketEngine:
         while len(self._going) > 1:
             self._going.pop(0).wait()
 
+    def carried(self) -> Carried:
+        """What was reduced since ``zero_grad``, where that is the only trace of gradients."""
+        found = Carried()
+        for bucket in self._buckets:
+            if bucket.accumulated is None:
+                continue
+            for slot, there in zip(bucket.buffers.slots, bucket.accumulated.tolist(), strict=True):
+                found.present[slot.param.name] = int(there)
+            for _, owned in bucket.owned:
+                assert owned.gradient is not None
+                found.gradients[owned.shard] = owned.gradient
+        return found
+
+    def carry_on(self, earlier: Carried) -> None:
+        """Go on from what buckets that were laid out otherwise had reduced."""
+        for bucket in self._buckets if earlier.present else ():
+            flags = [earlier.present.get(slot.param.name, 0) for slot in bucket.buffers.slots]
+            bucket.accumulated = torch.tensor(flags, dtype=torch.int8, device=bucket.present.device)
+            for _, owned in bucket.owned:
+                assert owned.gradient is not None
+                before = earlier.gradients.get(owned.shard)
+                owned.gradient.zero_() if before is None else owned.gradient.copy_(before)
+
     def forget_gradients(self, *, keep_zeros: bool = False) -> None:
         """Drop what was reduced, where that is the only trace of gradients."""
         for bucket in self._buckets:
@@ -253,7 +277,7 @@ class BucketEngine:
     def scale_local_gradients(self, factor: torch.Tensor) -> None:
         """The reduced gradients were unscaled: let what ``p.grad`` shows be so too."""
         for bucket in self._buckets:
-            if bucket.buffers.gradients is not None:
+            if bucket.buffers.gradients is not None and self._residence.gradients:
                 bucket.buffers.gradients.mul_(factor)
             bucket.note_gradients()
 
@@ -458,6 +482,15 @@ def _put(owned: OwnedShard, place: torch.Tensor, *, keeps: bool) -> None:
     if keeps:
         place.copy_(owned.stepped.detach())
     owned.stepped.data = place
+
+
+@attrs.define(kw_only=True, eq=False)
+class Carried:
+    """Reduced gradients on their way from one layout of buckets to the next."""
+
+    present: dict[str, int] = attrs.field(factory=dict)
+    """By parameter: whether any rank had a gradient."""
+    gradients: dict[Shard, torch.Tensor] = attrs.field(factory=dict)
 
 
 class _Reading:

@@ -9,10 +9,13 @@ import torch
 _KEPT = "_shardrt_kept_dtype"
 
 
-def note_kept_apart(tensors: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """The values of these are kept in shards of this dtype."""
+def note_kept_apart(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:
+    """The values of these are kept in shards of this dtype; or, with None, in the tensors themselves."""
     for tensor in tensors:
-        setattr(tensor, _KEPT, dtype)
+        if dtype is not None:
+            setattr(tensor, _KEPT, dtype)
+        elif kept_dtype(tensor) is not None:
+            delattr(tensor, _KEPT)
 
 
 def kept_dtype(tensor: torch.Tensor) -> torch.dtype | None:

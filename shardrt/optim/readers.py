@@ -45,7 +45,8 @@ def watch_reads(tensors: Iterable[torch.Tensor], readable: Readable) -> None:
     """From now on whoever reads one of these asks ``readable`` first."""
     for tensor in tensors:
         _UNFINISHED[id(tensor)] = readable
-        tensor.__class__ = _unfinished_class(type(tensor))
+        if not isinstance(tensor, _WaitsForReaders):
+            tensor.__class__ = _unfinished_class(type(tensor))
 
 
 def is_watched(tensor: torch.Tensor) -> bool:

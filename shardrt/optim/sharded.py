@@ -295,9 +295,12 @@ class ShardedOptimizer(ScalingOptimizer):
         return found
 
     def _build_engine(self) -> None:
+        carried = None
         if self._engine is not None:
             self._engine.remove_hooks()
             self._engine.settle()
+            if not self.updates_early:  # else it has been stepped with
+                carried = self._engine.carried()
             if self.rebuilding is not None:
                 self.rebuilding()
         self._engine = BucketEngine(
@@ -318,6 +321,8 @@ class ShardedOptimizer(ScalingOptimizer):
             settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
             attendance=self.attendance,
         )
+        if carried is not None:
+            self._engine.carry_on(carried)
         if self.watch is not None:
             self.watch.start_over(self._engine.gradient_counts())
         self._hooks[:] = self._engine.hooks
