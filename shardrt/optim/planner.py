@@ -29,13 +29,16 @@ class Planner:
         """A new plan."""
         return self._build(specs, self._partition(specs) if self.units is None else self._by_units(specs, self.units))
 
-    def extended(self, plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
-        """More parameters; owners of the earlier ones stay."""
+    def check_extensible(self) -> None:
+        """Raise unless parameters can be added."""
         if self.units is not None:
             raise UnsupportedError(
                 "parameters cannot be added to a sharded module's optimizer, since no unit gathers them; build the "
                 "whole module first, and shard it then"
             )
+
+    def extended(self, plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
+        """More parameters; owners of the earlier ones stay."""
         added = self._partition(specs, load=plan.bytes_per_rank)
         return self._build((*plan.params, *specs), plan.partition.joined_with(added))
 

@@ -159,6 +159,7 @@ class ShardedOptimizer(ScalingOptimizer):
             return
         self._refuse_inside_a_step("add_param_group")
         with self._runtime.agreeing("add_param_group") as fields:
+            self._planner.check_extensible()
             [group] = read_groups([param_group], first_group=len(self.param_groups), taken=self._params.values())
             check_no_aliases([*self._params.values(), *group.params])
             plan = self._planner.extended(self.plan, [param.spec() for param in group.params])

@@ -13,7 +13,7 @@ from shardrt.errors import ConfigError
 from shardrt.optim.build import build_optimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.reach import Reach, reach_of
-from shardrt.optim.residence import Precision, PrecisionOf, own_precision
+from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Partitioner
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
@@ -56,7 +56,8 @@ def shard_module(
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
         precision = own_precision if mixed is None else precision_by_name(module, mixed)
-    whole = chosen.residence.params or runtime.world_size == 1
+    residence = chosen.residence if runtime.world_size > 1 else RESIDENT
+    whole = residence.params
     optimizer = build_optimizer(
         runtime,
         named,
@@ -68,7 +69,7 @@ def shard_module(
         defaults=defaults,
         partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
         units=None if whole and mixed is None else _travelling(found, precision),
-        residence=chosen.residence,
+        residence=residence,
         precision=precision,
     )
     if mixed is not None:
