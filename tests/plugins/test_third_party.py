@@ -126,9 +126,10 @@ def test_under_ddp_with_clipping(ranks: RankPool, world_size: int) -> None:
         assert norm_difference <= TOLERANCE
 
 
-def test_its_own_tests_pass() -> None:
+@pytest.mark.parametrize("which", ["not 3-ranks", pytest.param("", marks=pytest.mark.long)])
+def test_its_own_tests_pass(which: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(SOURCE / "tests")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SOURCE / "tests")],
         cwd=SOURCE,
         capture_output=True,
         text=True,

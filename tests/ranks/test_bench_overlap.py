@@ -63,6 +63,7 @@ def test_every_schedule_trains_as_ddp_does_and_leaves_a_timeline(tmp_path: Path)
         assert [one.rank for one in read_timelines([tmp_path / "kept" / name])] == [0, 1]
 
 
+@pytest.mark.long
 @needs_link
 def test_over_a_link_the_bytes_travel_on_its_device_and_nothing_is_left() -> None:
     before = set(namespaces_of_ours())

@@ -72,6 +72,7 @@ def test_two_ranks_train_like_the_unsharded_run() -> None:
     assert 1.0 <= document["imbalance"] < 1.05
 
 
+@pytest.mark.long
 def test_muon_and_adamw_share_a_model() -> None:
     done = run("demo", "--steps", "2", "--batch", "1", "--optimizer", "muon")
     assert done.returncode == 0, done.stderr
@@ -79,6 +80,7 @@ def test_muon_and_adamw_share_a_model() -> None:
     assert "The same training to the last bit, with 48% less optimizer state" in done.stdout
 
 
+@pytest.mark.long
 def test_one_rank_is_the_plain_optimizer() -> None:
     document = run_json(
         "demo", "--ranks", "1", "--steps", "2", "--batch", "1", "--partitioner", "flat", "--optimizer", "sgd"

@@ -1,4 +1,7 @@
-"""A run under torchrun loses a rank and goes on from the last committed checkpoint, then with fewer and more ranks."""
+"""A run under torchrun loses a rank and goes on from the last committed checkpoint, then with fewer and more ranks.
+
+The whole story takes a minute and a half, so it is a long test; one restart is always run, in ``test_restarts.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return run_elastic(tmp_path_factory.mktemp("elastic"))
 
 
+@pytest.mark.long
 def test_every_attempt_goes_on_from_the_last_committed_checkpoint(story: Story) -> None:
     last_before = (LOSE_AT // SAVE_EVERY) * SAVE_EVERY
     (_, a), (_, b), (_, c) = PHASES
@@ -23,10 +27,12 @@ def test_every_attempt_goes_on_from_the_last_committed_checkpoint(story: Story) 
     )
 
 
+@pytest.mark.long
 def test_the_result_is_that_of_a_run_without_interruption(story: Story) -> None:
     assert story.difference <= TOLERANCE
 
 
+@pytest.mark.long
 def test_only_the_last_checkpoints_are_kept(story: Story) -> None:
     assert story.kept == (18, PHASES[-1][1])
 

@@ -39,7 +39,7 @@ def told(text: str, rank: int) -> str:
     return line
 
 
-@pytest.mark.parametrize("schedule", ["sync", "interleaved"])
+@pytest.mark.parametrize("schedule", ["sync", pytest.param("interleaved", marks=pytest.mark.long)])
 def test_a_stopped_rank_is_named_with_its_last_words(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     outcomes = lost(ranks, tmp_path, "stopped", schedule)
     assert outcomes[ODD_ONE].error_message == "ended by SIGKILL"
