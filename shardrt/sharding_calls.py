@@ -41,6 +41,8 @@ class ShardingCalls:
         partitioner: Any = None,
         prefetch: Any = "pre",
         mixed_precision: Any = None,
+        param_init_fn: Any = None,
+        offload: Any = False,
         ignored_modules: Iterable[torch.nn.Module] = (),
         ignored_parameters: Iterable[torch.nn.Parameter] = (),
         elementwise: bool | None = None,
@@ -55,7 +57,10 @@ class ShardingCalls:
         function of a module, a policy of torch's, or None for the repeated blocks. ``prefetch`` is ``"pre"``,
         ``"post"``, None, or a :class:`shardrt.Prefetch`. ``mixed_precision`` is a :class:`shardrt.MixedPrecision`,
         torch's, or a dtype to compute with. ``partitioner`` divides each unit; by default into even ranges, or by whole
-        parameters where the optimizer needs them.
+        parameters where the optimizer needs them. A module on the meta device is materialised unit by unit, by the
+        ``reset_parameters`` of its modules or by ``param_init_fn``, a function of a module. With ``offload`` (or
+        torch's ``CPUOffload``) shards, reduced gradients and optimizer state live in the CPU's memory and are stepped
+        there.
 
         Example:
             >>> import shardrt, torch
@@ -75,6 +80,8 @@ class ShardingCalls:
             partitioner=partitioner,
             prefetch=prefetch,
             mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            offload=offload,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
             runners=self._runners,
@@ -130,5 +137,7 @@ class ShardingCalls:
                     )
                     if writeback:
                         stack.callback(optimizer.spread_parameters)
+                    stack.callback(setattr, optimizer, "summoned", optimizer.summoned)
+                    optimizer.summoned = True
                     stack.enter_context(summon)
             yield

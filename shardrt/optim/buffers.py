@@ -60,20 +60,23 @@ class BucketBuffers:
         self.own_start = sum(bucket.splits[:rank])
         count = bucket.splits[rank]
         self._own_run = self.params[self.own_start : self.own_start + count]
-        self.shard_is_apart = not residence.params or self.params.dtype != own
-        self.shard = torch.empty(count, dtype=own, device=device) if self.shard_is_apart else self._own_run
+        self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
+        rests_on = torch.device("cpu") if residence.offload else device
+        self.shard = torch.empty(count, dtype=own, device=rests_on) if self.shard_is_apart else self._own_run
         """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
         self.slots = slots_of(bucket, params)
         for slot in self.slots:
             self._settle(slot)
         self.staged = [slot for slot in self.slots if slot.home is None]
+        if not residence.params and all(is_watched(slot.param.tensor) for slot in self.slots):
+            self.give_back_params()
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         if holds_reduced:
             kept = self.reduce_dtype if lower.keeps_low_gradients else own
-            self.reduced = torch.zeros(count, dtype=kept, device=device)
+            self.reduced = torch.zeros(count, dtype=kept, device=rests_on)
         if holds_gradients:
-            self.gradients = torch.zeros_like(self.params)
+            self.gradients = torch.zeros(bucket.numel, dtype=self.params.dtype, device=device)
             for slot in self.slots:
                 if slot.in_one_piece:
                     slot.gradient = shaped(self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None)
@@ -172,7 +175,8 @@ class BucketBuffers:
         self.load_own_run()
 
     def _whole_memory(self) -> list[torch.Tensor]:
-        return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
 
     def hold_gradients(self) -> None:
         """Memory for this rank's gradients, if it is not there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,15 @@ from shardrt.optim.reach import check_shardable, reach_of
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
+from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, OverlappingSchedule, Partitioner
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
+
+
+Materialise = Callable[[Plan, Communicator], Mapping[Shard, torch.Tensor]]
+"""Gives parameters on the meta device values; returns this rank's shards of those that then go again."""
 
 
 def build_optimizer(
@@ -40,6 +45,7 @@ def build_optimizer(
     units: tuple[tuple[str, ...], ...] | None = None,
     residence: Residence = RESIDENT,
     precision: PrecisionOf = own_precision,
+    materialise: Materialise | None = None,
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
@@ -49,7 +55,7 @@ def build_optimizer(
         check_uses(runtime.schedule, uses, runtime.world_size)
         if elementwise is not None and not isinstance(elementwise, bool):
             raise ConfigError(f"elementwise={elementwise!r} is not possible; it is True, False or None (not known)")
-        groups = read_groups(params)
+        groups = read_groups(params, deferred=materialise is not None)
         named = [param for group in groups for param in group.params]
         reach = reach_of(optimizer_class, elementwise)
         if runtime.world_size > 1:
@@ -70,10 +76,14 @@ def build_optimizer(
         runtime.negotiate(dtypes)
         fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
         fields["initial"] = Field(value=initial, fix="pass the same initial=... on every rank")
-    if runtime.world_size > 1:
+    shards: Mapping[Shard, torch.Tensor] = {}
+    if materialise is not None:
+        with runtime.telling_peers():
+            shards = materialise(plan, runtime.negotiate(dtypes))
+    elif runtime.world_size > 1:
         settle_initial_values(runtime, runtime.negotiate(dtypes), named, initial)
     with runtime.agreeing("optimizer built"):
-        if runtime.world_size == 1 and precision is own_precision:
+        if runtime.world_size == 1 and precision is own_precision and not residence.offload:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
         communicator, gather_communicator = _communicators(runtime, dtypes, residence)
@@ -89,6 +99,7 @@ def build_optimizer(
             gradients=gradients,
             residence=residence,
             precision=precision,
+            shards=shards,
         )
 
 
@@ -142,7 +153,7 @@ def _check_class(optimizer_class: object) -> None:
 
 def _check_devices(params: Sequence[NamedParam], device_type: str) -> None:
     for param in params:
-        if param.tensor.device.type != device_type:
+        if not param.tensor.is_meta and param.tensor.device.type != device_type:
             raise ConfigError(
                 f"parameter {param.name!r} is on {param.tensor.device}, but this runtime communicates for "
                 f"{device_type}; move the model, or pass Runtime(device={param.tensor.device.type!r})"

@@ -176,8 +176,8 @@ class BucketEngine:
         if source.dtype != buffers.reduce_dtype:
             source = source.to(buffers.reduce_dtype)
         # Where the whole gradients go, what was reduced before is the only trace of them.
-        if output.dtype != source.dtype or at_work.accumulated is not None:
-            output = torch.empty_like(output, dtype=source.dtype)
+        if (output.dtype, output.device) != (source.dtype, source.device) or at_work.accumulated is not None:
+            output = torch.empty_like(output, dtype=source.dtype, device=source.device)
         reducing = self._communicator.reduce_scatter(
             source, buffers.bucket.splits, output=output, average=average and by_all
         )
@@ -196,7 +196,7 @@ class BucketEngine:
         if self._residence.gradients:
             return
         if at_work.accumulated is not None:
-            buffers.reduced.add_(output)
+            buffers.reduced.add_(output.to(buffers.reduced.device))
             present = at_work.present[:-MARKS]
             torch.maximum(present, at_work.accumulated, out=present)
         at_work.accumulated = at_work.present[:-MARKS].clone()

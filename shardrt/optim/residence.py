@@ -19,6 +19,8 @@ class Residence:
     """The whole parameters. If they go, each rank keeps its own run apart."""
     gradients: bool = True
     """The whole gradients of this rank. If they go, what was reduced is kept, and later reductions add to it."""
+    offload: bool = False
+    """Whether shards, reduced gradients and so the optimizer's state live in the CPU's memory."""
 
 
 @attrs.frozen(kw_only=True)

@@ -53,15 +53,21 @@ class ShardedOptimizer(ScalingOptimizer):
         gradients: Gradients,
         residence: Residence = RESIDENT,
         precision: PrecisionOf = own_precision,
+        shards: Mapping[Shard, torch.Tensor] | None = None,
     ) -> None:
         self._prepare(runtime, planner, plan)
         self.residence = residence
         """Which whole buffers stay in memory between their uses."""
         self._precision = precision
+        self._initial_shards = shards or {}
         self.rebuilt: Callable[[BucketEngine], None] | None = None
         """Called when the buckets were laid out anew."""
         self.rebuilding: Callable[[], None] | None = None
         """Called before that: parameters that can go must be away."""
+        self.renewed: Callable[[], None] | None = None
+        """Called when shards have new values: whole parameters that were gathered before are old."""
+        self.summoned = False
+        """Whether whole parameters are lent to somebody outside forward and backward."""
         self._gather_communicator = gather_communicator
         teach_grad_scaler()
         self._leaves_gradients = False
@@ -95,6 +101,7 @@ class ShardedOptimizer(ScalingOptimizer):
         for index, group in enumerate(self.param_groups):
             group.update(self._local.options(index))
         self._build_engine()
+        self._initial_shards = {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, update this rank's shards, gather the parameters.
@@ -123,6 +130,8 @@ class ShardedOptimizer(ScalingOptimizer):
             if self.watch is not None:
                 self.watch.rounds = 0
             self._taken = None
+            if self.renewed is not None:
+                self.renewed()
         if self._spans is not None:
             self._spans.step(started, self._steps)
         self._finished(started)
@@ -270,6 +279,8 @@ class ShardedOptimizer(ScalingOptimizer):
         """The shards have new values: where whole parameters stay and are apart from them, these follow."""
         with self._runtime.telling_peers(), torch.no_grad():
             self._ready_engine.spread_parameters()
+            if self.renewed is not None:
+                self.renewed()
 
     def _local_optimizer(self) -> torch.optim.Optimizer:
         return self._local.inner
@@ -289,8 +300,11 @@ class ShardedOptimizer(ScalingOptimizer):
         for param in group.params:
             for shard in self.plan.partition.by_param[param.name]:
                 if shard.rank == self._communicator.rank:
-                    apart = not self.residence.params or self._precision(param.name) != OWN_PRECISION
-                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard, apart=apart))
+                    residence = self.residence
+                    lower = self._precision(param.name) != OWN_PRECISION
+                    apart = not residence.params or residence.offload or lower
+                    values = self._initial_shards.get(shard)
+                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard, apart=apart, values=values))
                     self._owned[shard] = owned
                     found.append(owned.stepped)
         return found

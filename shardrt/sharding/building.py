@@ -6,20 +6,23 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 
 from shardrt.choosing import choose_partitioner
 from shardrt.errors import ConfigError
-from shardrt.optim.build import build_optimizer
+from shardrt.optim.build import Materialise, build_optimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.reach import Reach, reach_of
 from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
-from shardrt.protocols import Partitioner
+from shardrt.plan import Plan, Shard
+from shardrt.protocols import Communicator, Partitioner
+from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner
-from shardrt.sharding.strategies import strategy_called
+from shardrt.sharding.strategies import offloads, strategy_called
 from shardrt.sharding.units import Unit, find_units
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ def shard_module(
     partitioner: Any,
     prefetch: Any,
     mixed_precision: Any,
+    param_init_fn: Any,
+    offload: Any,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
     runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
@@ -52,11 +57,15 @@ def shard_module(
         chosen = strategy_called(strategy)
         ahead = prefetch_from(prefetch)
         mixed = mixed_precision_from(mixed_precision)
+        residence = chosen.residence if runtime.world_size > 1 else RESIDENT
+        residence = attrs.evolve(residence, offload=offloads(offload))
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
+        deferred = is_deferred(module)
+        if deferred:
+            check_initialisable(found, param_init_fn)
         precision = own_precision if mixed is None else precision_by_name(module, mixed)
-    residence = chosen.residence if runtime.world_size > 1 else RESIDENT
     whole = residence.params
     optimizer = build_optimizer(
         runtime,
@@ -68,9 +77,10 @@ def shard_module(
         uses=uses,
         defaults=defaults,
         partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
-        units=None if whole and mixed is None else _travelling(found, precision),
+        units=None if whole and mixed is None and not residence.offload else _travelling(found, precision),
         residence=residence,
         precision=precision,
+        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole) if deferred else None,
     )
     if mixed is not None:
         cast_buffers(module, mixed, {inner for given in ignored_modules for inner in given.modules()})
@@ -78,6 +88,17 @@ def shard_module(
     if isinstance(optimizer, ShardedOptimizer) and not whole:
         runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
     return optimizer
+
+
+def _materialising(
+    runtime: Runtime, module: torch.nn.Module, units: Sequence[Unit], init: Any, *, keeps_whole: bool
+) -> Materialise:
+    device = torch.device(runtime.device_type)
+
+    def run(plan: Plan, communicator: Communicator) -> Mapping[Shard, torch.Tensor]:
+        return materialise(module, units, plan, communicator, device=device, init=init, keeps_whole=keeps_whole)
+
+    return run
 
 
 def _travelling(units: Sequence[Unit], precision: PrecisionOf) -> tuple[tuple[str, ...], ...]:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
+from shardrt.errors import StateError
 from shardrt.optim.backward import call_after_backward
 from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
@@ -37,11 +38,13 @@ class UnitRunner:
         self._depth = 0
         self._task: int | None = None
         self.params: list[UnitParams] = []
+        self._optimizer = weakref.ref(optimizer)
         self._take_over(optimizer.engine)
         # Weak: the optimizer's hooks on parameters live as long as these.
         runner = weakref.ref(self)
         optimizer.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
         optimizer.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
+        optimizer.renewed = lambda: _with(runner, UnitRunner.put_all_away)
         self.handles = [
             handle
             for number, unit in enumerate(units)
@@ -69,6 +72,7 @@ class UnitRunner:
     def _before(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del module
+            self._refuse_summoned()
             recomputing = torch._C._current_graph_task_id() != -1
             if not recomputing:
                 if self._depth == 0:
@@ -91,7 +95,7 @@ class UnitRunner:
     def _after(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             del module, args
-            self._depth -= 1
+            self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
             if torch._C._current_graph_task_id() != -1:
                 return
             outputs = _tensors(output) if torch.is_grad_enabled() else []
@@ -103,6 +107,14 @@ class UnitRunner:
                 self.put_all_away()
 
         return hook
+
+    def _refuse_summoned(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.summoned:
+            raise StateError(
+                "a forward inside rt.summon_full_params: units would be put away under whoever looks at them; leave "
+                "the block first"
+            )
 
     def _put_away(self, number: int) -> None:
         self.params[number].put_away()

@@ -52,6 +52,25 @@ _TORCH_NAMES = {
 }
 
 
+def offloads(given: Any) -> bool:
+    """Whether shards live in the CPU's memory: a flag, torch's ``CPUOffload`` or ``CPUOffloadPolicy``.
+
+    Example:
+        >>> from torch.distributed.fsdp import CPUOffload
+        >>> from shardrt.sharding.strategies import offloads
+        >>> offloads(CPUOffload(offload_params=True)), offloads(None)
+        (True, False)
+    """
+    if given is None or isinstance(given, bool):
+        return bool(given)
+    kind = type(given).__name__
+    if type(given).__module__.startswith("torch.") and kind == "CPUOffload":
+        return bool(given.offload_params)
+    if type(given).__module__.startswith("torch.") and kind in ("CPUOffloadPolicy", "OffloadPolicy"):
+        return kind == "CPUOffloadPolicy"
+    raise ConfigError(f"offload={given!r} is not possible; give True, False, or torch's CPUOffload(offload_params=...)")
+
+
 def strategy_called(given: Any) -> Strategy:
     """A strategy by its name, or by a member of torch's ``ShardingStrategy``.
 

@@ -233,6 +233,7 @@ SCENARIOS: dict[str, tuple[Callable[[Loop], Any], dict[str, Any]]] = {
     "units by size": (plain_steps, {"units": 100}),
     "nested units": (plain_steps, {"units": (torch.nn.Linear, torch.nn.Sequential)}),
     "greedy": (plain_steps, {"partitioner": "greedy"}),
+    "offload": (clipping, {"offload": True}),
     "momentum": (
         plain_steps,
         {"optimizer_class": torch.optim.SGD, "defaults": {"lr": 0.05, "momentum": 0.9}, "build": TiedTransformer},

@@ -10,9 +10,15 @@ import torch
 import shardrt
 from shardrt.testing import RankPool
 from tests.ranks.sharded_scenarios import SCENARIOS, Loop, Net, run_scenario
-from tests.ranks.twins import batch
+from tests.ranks.twins import batch, largest_difference
 
-TOLERANCE = {"clipping": 2e-5, "accumulation in no_sync": 2e-5, "accumulation": 2e-5, "several forwards": 2e-5}
+TOLERANCE = {
+    "clipping": 2e-5,
+    "offload": 2e-5,
+    "accumulation in no_sync": 2e-5,
+    "accumulation": 2e-5,
+    "several forwards": 2e-5,
+}
 """Where sums are formed in another order; all else is the same to the bit on two ranks."""
 
 
@@ -134,15 +140,38 @@ def test_what_cannot_be_is_refused_with_what_can(ranks: RankPool) -> None:
             assert words in text, told
 
 
-def steps_differ() -> float:
+def stale() -> list[float]:
     with shardrt.Runtime(timeout=30) as rt:
         loop = Loop(rt, "full_shard")
-        loop.twin_backward(0)
-        loop.backward(0)
-        loop.model(batch(3, rt.rank))  # a forward that nobody takes a gradient of
-        loop.step()
-        return loop.difference()
+        found = []
+        for step in range(3):
+            loop.twin_backward(step)
+            loop.backward(step)
+            loop.model(batch(3, rt.rank))  # a forward that nobody takes a gradient of
+            loop.step()
+            found.append(largest_difference([loop.model(batch(9, 0))], [loop.twin(batch(9, 0))]))
+            state = {name: torch.full_like(value, 0.01) for name, value in loop.twin.state_dict().items()}
+            if step == 1:
+                rt.load_state_dict(loop.model, state)
+                loop.twin.load_state_dict(state)
+                found.append(largest_difference([loop.model(batch(9, 0))], [loop.twin(batch(9, 0))]))
+        return [*found, loop.difference()]
 
 
-def test_a_forward_without_a_backward_leaves_no_trace(ranks: RankPool) -> None:
-    assert ranks.run(steps_differ, ranks=2) == [0.0, 0.0]
+def test_what_was_gathered_before_is_not_used_after_a_step_or_a_load(ranks: RankPool) -> None:
+    assert ranks.run(stale, ranks=2) == [[0.0] * 5] * 2
+
+
+def forward_inside_summon() -> str:
+    with shardrt.Runtime(timeout=30) as rt:
+        model, _ = rt.shard(Net(), torch.optim.SGD, lr=0.1)
+        with rt.summon_full_params(model):
+            try:
+                model(batch(0, rt.rank))
+            except shardrt.errors.StateError as error:
+                return str(error)
+    return "done"
+
+
+def test_a_forward_inside_summon_is_refused(ranks: RankPool) -> None:
+    assert all("leave the block first" in told for told in ranks.run(forward_inside_summon, ranks=2))
