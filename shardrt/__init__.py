@@ -25,6 +25,8 @@ from shardrt.registry import (
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
+    from shardrt.sharding.precision import MixedPrecision
+    from shardrt.sharding.prefetching import Prefetch
 
 __version__ = "0.1.0"
 
@@ -35,12 +37,14 @@ __all__ = [
     "Bucket",
     "Group",
     "JoinPolicyRecord",
+    "MixedPrecision",
     "ParamSpec",
     "Partition",
     "PartitionRequest",
     "PartitionerRecord",
     "PlaceRecord",
     "Plan",
+    "Prefetch",
     "Runtime",
     "ScheduleRecord",
     "Shard",
@@ -52,9 +56,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Runtime":
-        from shardrt.runtime import Runtime
+_LATE = {
+    "Runtime": "shardrt.runtime",
+    "MixedPrecision": "shardrt.sharding.precision",
+    "Prefetch": "shardrt.sharding.prefetching",
+}
+"""Names whose modules import torch."""
 
-        return Runtime
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        import importlib
+
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module 'shardrt' has no attribute {name!r}")

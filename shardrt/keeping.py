@@ -201,6 +201,8 @@ class KeepingCalls:
             communicator, device = self.negotiate(()), torch.device(self.device_type)
             for read in read_models:
                 apply_model(read, communicator, device)
+            for living in self.living_optimizers():
+                living.spread_parameters()
             for read_one in read_optimizers:
                 apply_optimizer(read_one)
             if states is not None:

@@ -35,6 +35,8 @@ from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
 from shardrt.protocols import Communicator, Group
 from shardrt.registry import load_registry
+from shardrt.sharding.running import UnitRunner
+from shardrt.sharding_calls import ShardingCalls
 from shardrt.state.kinds import StateKind
 from shardrt.state_calls import StateCalls
 from shardrt.timeline.recording import Recording, timeline_directory
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Runtime(LoopCalls, StateCalls, KeepingCalls):
+class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
     """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
 
     ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.
@@ -88,6 +90,8 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls):
         self._owns_group = False
         self._optimizers: list[weakref.ref[ManagedOptimizer]] = []
         self._plans: list[Plan] = []
+        # By module; the module's hooks keep its runner alive.
+        self._runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]] = weakref.WeakKeyDictionary()
         self._kinds: weakref.WeakKeyDictionary[Any, StateKind] = weakref.WeakKeyDictionary()
         self._answering: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
         self._saver: Saver | None = None

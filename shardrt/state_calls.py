@@ -14,11 +14,13 @@ from shardrt.handshake import Field
 from shardrt.optim.agreement import comparable
 from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.plan import Shard
 from shardrt.protocols import Communicator, ControlChannel
 from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state, torch_groups
+from shardrt.state.gathering import hand_out_apart, whole_model, write_whole
 from shardrt.state.handing_out import hand_out_model, hand_out_optimizer
 from shardrt.state.kinds import StateKind
-from shardrt.state.models import copies, matched, model_state, unwrapped
+from shardrt.state.models import ModelState, OwnParts, answering, copies, matched, model_state, unwrapped
 from shardrt.state.optimizers import put_options, stored_names
 from shardrt.state.parts import (
     MARK,
@@ -221,10 +223,24 @@ class StateCalls:
         finally:
             self._reading_modules = False
         if kind.kind == "full":
+            if state.apart:
+                return self._gathered(found, state, kind)
             wanted = self.rank == 0 or not kind.rank0_only
             return copies(state, on_cpu=kind.offload_to_cpu) if wanted else {}
         return sharded_model_state(
             state, self._optimizers_for(found), self.rank, self.world_size, on_cpu=kind.offload_to_cpu
+        )
+
+    def _gathered(self, module: torch.nn.Module, state: ModelState, kind: StateKind) -> dict[str, Any]:
+        with self.agreeing("full state dict of a module") as fields:
+            fields["rank0_only"] = Field(value=kind.rank0_only, fix="ask alike on every rank")
+        return whole_model(
+            state,
+            self._optimizers_for(module),
+            self.negotiate(()),
+            to=0 if kind.rank0_only else None,
+            device=torch.device(self.device_type),
+            on_cpu=kind.offload_to_cpu,
         )
 
     def _made_of_optimizer(self, optimizer: ManagedOptimizer, kind: StateKind) -> dict[str, Any]:
@@ -349,27 +365,53 @@ class StateCalls:
             if self.rank == 0 or not rank0_only:
                 _check_mapping(state)
                 tensors, values = matched(module, state, strict=strict)
-        live = model_state(module).tensors
+        found = model_state(module)
+        live = {name: tensor for name, tensor in found.tensors.items() if name not in found.apart}
         with torch.no_grad():
             for name, tensor in tensors.items():
-                live[name].detach().copy_(tensor)
+                if name in live:
+                    live[name].detach().copy_(tensor)
+            if found.apart and not rank0_only:
+                write_whole(found, self._optimizers_for(module), tensors, self.rank, self.world_size)
         if rank0_only:
-            hand_out_model(live, self.negotiate(()), self._control, torch.device(self.device_type))
+            device = torch.device(self.device_type)
+            hand_out_model(live, self.negotiate(()), self._control, device)
+            if found.apart:
+                names = self._control.exchange("sharded parameters", [n for n in found.tensors if n in tensors])[0]
+                named = [name for name in names if name in found.apart]
+                hand_out_apart(found, self._optimizers_for(module), tensors, named, self.negotiate(()), device)
+        self._spread(module)
         torch.autograd.graph.increment_version(list(live.values()))
         if values:
             unwrapped(module).load_state_dict(values, strict=False)
+
+    def _spread(self, module: torch.nn.Module) -> None:
+        for optimizer in self._optimizers_for(module):
+            optimizer.spread_parameters()
 
     def _load_model_parts(self, module: torch.nn.Module, state: Any) -> None:
         with self.agreeing("load_state_dict"):
             parts = read_parts(state, "model")
             live = model_state(module)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.tensors.items()}
-        wanted = [Wanted(param=name, start=0, stop=tensor.numel()) for name, tensor in live.tensors.items()]
+        optimizers = self._optimizers_for(module)
+        own = OwnParts(live, optimizers)
+        mine = [
+            shard
+            for name, owners in answering(live, optimizers, self.world_size).items()
+            for shard in (owners if name in live.apart else (Shard(name, 0, live.tensors[name].numel(), self.rank),))
+            if shard.rank == self.rank
+        ]
+        wanted = [Wanted(param=shard.param, start=shard.start, stop=shard.stop) for shard in mine]
         device = torch.device(self.device_type)
         found = collect_parts(parts, wanted, shapes, self.negotiate(()), self._control, device)
         with torch.no_grad():
-            for (name, tensor), (sliced, _) in zip(live.tensors.items(), found, strict=True):
-                tensor.detach().copy_(sliced["value"].view(shapes[name]))
+            for shard, (sliced, _) in zip(mine, found, strict=True):
+                if shard.param in live.apart:
+                    own.write(shard, sliced["value"])
+                else:
+                    live.tensors[shard.param].detach().copy_(sliced["value"].view(shapes[shard.param]))
+        self._spread(module)
         torch.autograd.graph.increment_version(list(live.tensors.values()))
         extra = {key: value for part in parts for key, value in part.get("extra_state", {}).items()}
         if extra:

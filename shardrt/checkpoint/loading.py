@@ -20,7 +20,7 @@ from shardrt.errors import StateError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import Communicator
-from shardrt.state.models import ModelState, answering, model_state, unwrapped
+from shardrt.state.models import ModelState, OwnParts, answering, model_state, unwrapped
 from shardrt.state.optimizers import class_name, group_names, put_options, stored_names
 from shardrt.state.portable import dtype_called
 from shardrt.state.streams import Stream, gather_streams
@@ -37,6 +37,7 @@ class ReadModel:
     shards: Mapping[str, tuple[Shard, ...]]
     """Of the tensors that are loaded."""
     parts: Mapping[Shard, torch.Tensor]
+    own: OwnParts
     values: Mapping[str, Any]
 
 
@@ -95,22 +96,34 @@ def read_model(
             if shard.rank == rank:
                 part = torch.empty(shard.numel, dtype=dtype_called(spread.spec.dtype))
                 checkpoint.files.read_spread(spread, shard.start, shard.stop, part, advance)
-                parts[shard] = part.to(tensor.dtype)
+                parts[shard] = part.to(state.dtype(key))
     kept = {key: value for key, value in values.items() if key in state.values}
-    return ReadModel(state=state, module=module, shards=shards, parts=parts, values=kept)
+    own = OwnParts(state, optimizers.values())
+    return ReadModel(state=state, module=module, shards=shards, parts=parts, own=own, values=kept)
 
 
 def apply_model(read: ReadModel, communicator: Communicator, device: torch.device) -> None:
-    """Spread the parts into the model, in place."""
+    """Spread the parts into the model, in place. Of what is sharded every rank has read just its own."""
+    apart_ones = read.state.apart
     order = [
-        [shard for owners in read.shards.values() for shard in owners if shard.rank == rank]
+        [
+            shard
+            for name, owners in read.shards.items()
+            if name not in apart_ones
+            for shard in owners
+            if shard.rank == rank
+        ]
         for rank in _ranks(communicator)
     ]
     tensors = read.state.tensors
+    with torch.no_grad():
+        for shard, part in read.parts.items():
+            if shard.param in apart_ones:
+                read.own.write(shard, part)
     apart = {  # whose elements do not lie in row-major order: gathered beside, then copied
         name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device=tensors[name].device)
         for name in read.shards
-        if not tensors[name].is_contiguous()
+        if name not in apart_ones and not tensors[name].is_contiguous()
     }
 
     def place(rank: int, number: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from shardrt.errors import StateError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import StateFormat
-from shardrt.state.models import ModelState, answering, model_state, part_of
+from shardrt.state.models import ModelState, OwnParts, answering, model_state
 from shardrt.state.optimizers import ShardState, class_name, group_names, group_options, own_state, stored_names
 from shardrt.state.portable import LazyTensor
 from shardrt.state.tree import pack
@@ -98,7 +98,14 @@ def rank_part(
     names = {name: stored_names(optimizer, models.values()) for name, optimizer in optimizers.items()}
     pieces = {
         "models": {
-            name: _model_pieces(name, state, answering(state, optimizers.values(), world_size), table, rank)
+            name: _model_pieces(
+                name,
+                state,
+                answering(state, optimizers.values(), world_size),
+                OwnParts(state, optimizers.values()),
+                table,
+                rank,
+            )
             for name, state in states.items()
         },
         "optimizers": {
@@ -126,13 +133,18 @@ def rank_part(
 
 
 def _model_pieces(
-    model: str, state: ModelState, shards: Mapping[str, Sequence[Shard]], table: TensorTable[torch.Tensor], rank: int
+    model: str,
+    state: ModelState,
+    shards: Mapping[str, Sequence[Shard]],
+    own: OwnParts,
+    table: TensorTable[torch.Tensor],
+    rank: int,
 ) -> dict[str, list[list[Any]]]:
     found: dict[str, list[list[Any]]] = {}
     for name, owners in shards.items():
         for shard in owners:
             if shard.rank == rank:
-                part = part_of(state.tensors[name], shard.start, shard.stop)
+                part = own.read(shard)
                 whole = shard.numel == state.tensors[name].numel()
                 label = label_of(f"{model}/{name}", shard.start, shard.stop, state.tensors[name].numel())
                 stored = table.add(label, part.view(state.tensors[name].shape) if whole else part)
@@ -143,7 +155,7 @@ def _model_pieces(
 def _model_common(model: str, state: ModelState, table: TensorTable[torch.Tensor]) -> dict[str, Any]:
     return {
         "tensors": {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            name: [str(state.dtype(name)).removeprefix("torch."), list(tensor.shape)]
             for name, tensor in state.tensors.items()
         },
         "buffers": sorted(state.buffers),

@@ -8,44 +8,30 @@ gradient into the bucket and leaves ``p.grad`` as a view of it, so that it exist
 
 Note [Local gradients stay]: reductions write to a buffer of their own. ``p.grad`` is this rank's own gradient before
 and after the step, so accumulating on, stepping twice or never zeroing mean what they mean without sharding.
+
+Note [Coming and going]: under strategies that shard parameters or gradients too, the whole ones are there only while
+somebody computes with them. Their memory is given back by resizing the storage to nothing, and obtained again by
+resizing it back: views of it (``p.data``, what autograd has saved) then show what is gathered into it, so a forward
+need not know that the memory went and came again in between. What stays is this rank's run of the parameters, which is
+stepped, and of the reduced gradients, to which every further backward adds until ``zero_grad``.
+
+Note [Shards apart]: this rank's run of the parameters is a view of the whole buffer where that stays and has the
+parameters' own dtype. Where the whole goes, or is of a lower precision, the run is kept apart, in their own dtype: it
+is the one that counts, and each gather begins with a copy of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import attrs
 import torch
 
-from shardrt.errors import OptimizerError
+from shardrt.optim.kept import note_kept_apart
 from shardrt.optim.params import NamedParam
+from shardrt.optim.readers import is_watched
+from shardrt.optim.residence import OWN_PRECISION, RESIDENT, Precision, Residence
+from shardrt.optim.slots import Slot, check_unchanged, may_move, owns_storage, shaped, slots_of
 from shardrt.plan import Bucket, Shard
-
-_HOME = "_shardrt_home"
-"""Attribute of a parameter that lives in a bucket of ours: the address it was given."""
-
-
-@attrs.define(eq=False)
-class Slot:
-    """One parameter in one bucket: where its pieces are, and the views that stand for it there."""
-
-    param: NamedParam
-    offsets: list[tuple[int, Shard]]
-    """Where each shard begins in the bucket's buffers, in element order."""
-    gradient: torch.Tensor | None = None
-    """The place of its gradient, in its shape; None where its pieces are apart."""
-    home: torch.Tensor | None = None
-    """The place ``p.data`` is a view of; None when it is staged."""
-
-    @property
-    def in_one_piece(self) -> bool:
-        """Whether the shards lie side by side, in element order."""
-        expected = self.offsets[0][0]
-        for offset, shard in self.offsets:
-            if offset != expected:
-                return False
-            expected += shard.numel
-        return True
 
 
 class BucketBuffers:
@@ -59,42 +45,73 @@ class BucketBuffers:
         rank: int,
         holds_gradients: bool,
         holds_reduced: bool,
+        residence: Residence = RESIDENT,
+        precision: Precision = OWN_PRECISION,
     ) -> None:
         """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run."""
         self.bucket = bucket
         self.rank = rank
-        some = params[bucket.params[0]].tensor
-        self.params = torch.empty(bucket.numel, dtype=some.dtype, device=some.device)
-        self.slots = _slots(bucket, params)
+        self.residence = residence
+        device = params[bucket.params[0]].tensor.device
+        own: torch.dtype = getattr(torch, bucket.dtype)
+        lower = precision if own.is_floating_point else OWN_PRECISION
+        self.reduce_dtype = lower.reduce or lower.params or own
+        self.params = torch.empty(bucket.numel, dtype=lower.params or own, device=device)
+        self.own_start = sum(bucket.splits[:rank])
+        count = bucket.splits[rank]
+        self._own_run = self.params[self.own_start : self.own_start + count]
+        self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
+        rests_on = torch.device("cpu") if residence.offload else device
+        self.shard = torch.empty(count, dtype=own, device=rests_on) if self.shard_is_apart else self._own_run
+        """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
+        self.slots = slots_of(bucket, params)
         for slot in self.slots:
             self._settle(slot)
         self.staged = [slot for slot in self.slots if slot.home is None]
-        self.own_start = sum(bucket.splits[:rank])
+        if not residence.params and all(is_watched(slot.param.tensor) for slot in self.slots):
+            self.give_back_params()
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
         if holds_reduced:
-            self.reduced = torch.zeros(bucket.splits[rank], dtype=some.dtype, device=some.device)
+            kept = self.reduce_dtype if lower.keeps_low_gradients else own
+            self.reduced = torch.zeros(count, dtype=kept, device=rests_on)
         if holds_gradients:
-            self.gradients = torch.zeros_like(self.params)
+            self.gradients = torch.zeros(bucket.numel, dtype=self.params.dtype, device=device)
             for slot in self.slots:
                 if slot.in_one_piece:
-                    slot.gradient = _shaped(
-                        self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None
-                    )
+                    slot.gradient = shaped(self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None)
+            if not residence.gradients:
+                _give_back(self.gradients)
+        note_kept_apart([slot.param.tensor for slot in self.slots], own if self.shard_is_apart else None)
 
     def _settle(self, slot: Slot) -> None:
         tensor = slot.param.tensor
-        if slot.in_one_piece and _may_move(tensor, cut=len(slot.offsets) > 1):
-            home = _shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True)
+        if is_watched(tensor):  # its values are in shards only, which are put in place by whoever has them
+            self._settle_away(slot)
+            return
+        if self.params.dtype != tensor.dtype or (not self.residence.params and not owns_storage(tensor)):
+            # Memory that can go without taking anything else with it, in the dtype that is computed with.
+            tensor.data = tensor.detach().to(self.params.dtype, copy=True)
+        if slot.in_one_piece and may_move(tensor, cut=len(slot.offsets) > 1):
+            home = shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True)
             home.copy_(tensor.detach())
-            tensor.data = home
-            setattr(tensor, _HOME, home.data_ptr())
-            slot.home = home
+            slot.move_to(home)
         else:
             self._load(slot)
 
+    def _settle_away(self, slot: Slot) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = slot.param.tensor
+            if slot.in_one_piece and (tensor.is_contiguous() or len(slot.offsets) == 1):
+                slot.move_to(shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True))
+            else:
+                tensor.data = torch.empty_like(tensor.detach())
+
     def follow_moved_parameters(self) -> None:
         """A parameter whose data was replaced (``p.data = ...``) is brought home, with its new values."""
+        if not self.residence.params:
+            return
+        moved = False
         for slot in self.slots:
             tensor = slot.param.tensor
             home = slot.home
@@ -103,18 +120,27 @@ class BucketBuffers:
             check_unchanged(slot.param.name, home, tensor)
             home.copy_(tensor.detach())
             tensor.data = home
+            moved = True
+        if moved and self.shard_is_apart:
+            self.take_shard()
 
     def load_staged(self) -> None:
         """Copy staged parameters into the buffer, where their shards are stepped."""
+        if not self.shard_is_apart:
+            self.load_all()
+
+    def load_all(self) -> None:
+        """Copy every parameter that is not at home into the buffer."""
         for slot in self.staged:
             self._load(slot)
 
     def store_staged(self) -> None:
         """Copy staged parameters out of the buffer after the gather."""
         for slot in self.staged:
-            whole = slot.param.tensor.detach()
+            # Not detach: who gathers tells autograd if these are new values, and not if they only come back.
+            whole = slot.param.tensor.data
             if slot.in_one_piece:
-                whole.copy_(_shaped(self.params, slot.offsets[0][0], whole, keep_strides=False))
+                whole.copy_(shaped(self.params, slot.offsets[0][0], whole, keep_strides=False))
                 continue
             flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
             for offset, shard in slot.offsets:
@@ -126,71 +152,68 @@ class BucketBuffers:
         for offset, shard in slot.offsets:
             self.params[offset : offset + shard.numel].copy_(flat[shard.start : shard.stop])
 
+    def load_own_run(self) -> None:
+        """What is about to be gathered begins with this rank's run as it is kept."""
+        if self.shard_is_apart:
+            self._own_run.copy_(self.shard)
+
+    def take_shard(self) -> None:
+        """The whole parameters have new values: this rank's run follows."""
+        if self.shard_is_apart:
+            self.load_all()
+            self.shard.copy_(self._own_run)
+
+    def give_back_params(self) -> None:
+        """The whole parameters are needed no more: only this rank's run stays."""
+        for memory in self._whole_memory():
+            _give_back(memory)
+
+    def obtain_params(self) -> None:
+        """Memory for the whole parameters, with this rank's run in it, to be gathered."""
+        for memory in self._whole_memory():
+            _obtain(memory)
+        self.load_own_run()
+
+    def _whole_memory(self) -> list[torch.Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
+
+    def hold_gradients(self) -> None:
+        """Memory for this rank's gradients, if it is not there."""
+        if not self.residence.gradients and self.gradients is not None:
+            _obtain(self.gradients)
+
+    def drop_gradients(self) -> None:
+        """They are on their way: ``p.grad`` shows them no more."""
+        for slot in self.slots:
+            slot.param.tensor.grad = None
+
+    def give_back_gradients(self) -> None:
+        """This rank's gradients have arrived at their owners."""
+        if self.gradients is not None:
+            _give_back(self.gradients)
+
     def shard_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """What the local optimizer steps: the whole parameter in its shape, or a flat range of it."""
-        if shard.numel == slot.param.tensor.numel():
-            return slot.home if slot.home is not None else _shaped(self.params, offset, slot.param.tensor, False)
-        return self.params[offset : offset + shard.numel]
+        return self._part(self.shard, slot, offset, shard)
 
     def reduced_gradient_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """Where the reduction of one owned shard's gradient arrives, shaped like the shard."""
         assert self.reduced is not None
+        return self._part(self.reduced, slot, offset, shard)
+
+    def _part(self, run: torch.Tensor, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
+        start = offset - self.own_start
         if shard.numel == slot.param.tensor.numel():
-            return _shaped(self.reduced, offset - self.own_start, slot.param.tensor, slot.home is not None)
-        return self.reduced[offset - self.own_start : offset - self.own_start + shard.numel]
+            return shaped(run, start, slot.param.tensor, keep_strides=slot.home is not None)
+        return run[start : start + shard.numel]
 
 
-def _slots(bucket: Bucket, params: Mapping[str, NamedParam]) -> list[Slot]:
-    offsets: dict[str, list[tuple[int, Shard]]] = {}
-    position = 0
-    for shard in bucket.shards:
-        offsets.setdefault(shard.param, []).append((position, shard))
-        position += shard.numel
-    for places in offsets.values():
-        places.sort(key=lambda place: place[1].start)
-    return [Slot(param=params[name], offsets=places) for name, places in offsets.items()]
+def _give_back(memory: torch.Tensor) -> None:
+    memory.untyped_storage().resize_(0)
 
 
-def _shaped(buffer: torch.Tensor, offset: int, like: torch.Tensor, keep_strides: bool) -> torch.Tensor:
-    """The part of a flat buffer that starts at an offset, in the shape (and the strides) of a tensor."""
-    if keep_strides and not like.is_contiguous():
-        return buffer.as_strided(like.shape, like.stride(), buffer.storage_offset() + offset)
-    return buffer[offset : offset + like.numel()].view(like.shape)
-
-
-def _may_move(tensor: torch.Tensor, *, cut: bool) -> bool:
-    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    lives_with_us = getattr(tensor, _HOME, None) == tensor.data_ptr()
-    if not (owns_storage or lives_with_us):
-        return False
-    return tensor.is_contiguous() or (not cut and _is_dense(tensor))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory exactly once, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def check_unchanged(name: str, home: torch.Tensor, tensor: torch.Tensor) -> None:
-    """A parameter (or its gradient) must still fit the place that was laid out for it."""
-    if (tensor.dtype, tensor.shape, tensor.device) != (home.dtype, home.shape, home.device):
-        raise OptimizerError(
-            f"parameter {name!r} was {_kind(home)} when the optimizer was built and is {_kind(tensor)} now; "
-            "convert the model first and build the optimizer afterwards"
-        )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-
-
-def frozen_shard(shard: Shard, param: NamedParam) -> torch.Tensor:
-    """The shard of a parameter that is in no bucket (it is frozen), as a view where there can be one."""
-    tensor = param.tensor.detach()
-    return tensor if shard.numel == tensor.numel() else tensor.reshape(-1)[shard.start : shard.stop]
+def _obtain(memory: torch.Tensor) -> None:
+    storage, nbytes = memory.untyped_storage(), memory.numel() * memory.element_size()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)

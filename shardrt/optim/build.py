@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,19 +10,25 @@ import torch
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.handshake import Field
 from shardrt.optim.agreement import optimizer_fields
-from shardrt.optim.digest import bit_digests
 from shardrt.optim.engine import Gradients
+from shardrt.optim.initial import settle_initial_values
 from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
+from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
-from shardrt.protocols import Communicator, OverlappingSchedule
+from shardrt.plan import Plan, Shard
+from shardrt.protocols import Communicator, OverlappingSchedule, Partitioner
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
+
+
+Materialise = Callable[[Plan, Communicator], Mapping[Shard, torch.Tensor]]
+"""Gives parameters on the meta device values; returns this rank's shards of those that then go again."""
 
 
 def build_optimizer(
@@ -35,8 +41,13 @@ def build_optimizer(
     initial: str,
     uses: Sequence[str],
     defaults: Mapping[str, Any],
+    partitioner: Partitioner | None = None,
+    units: tuple[tuple[str, ...], ...] | None = None,
+    residence: Residence = RESIDENT,
+    precision: PrecisionOf = own_precision,
+    materialise: Materialise | None = None,
 ) -> ManagedOptimizer:
-    """See :meth:`shardrt.Runtime.optimizer`."""
+    """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
         _check_choice("gradients", gradients, ("average", "sum", "reduced"))
         _check_choice("initial", initial, ("broadcast", "check"))
@@ -44,7 +55,7 @@ def build_optimizer(
         check_uses(runtime.schedule, uses, runtime.world_size)
         if elementwise is not None and not isinstance(elementwise, bool):
             raise ConfigError(f"elementwise={elementwise!r} is not possible; it is True, False or None (not known)")
-        groups = read_groups(params)
+        groups = read_groups(params, deferred=materialise is not None)
         named = [param for group in groups for param in group.params]
         reach = reach_of(optimizer_class, elementwise)
         if runtime.world_size > 1:
@@ -52,9 +63,11 @@ def build_optimizer(
             check_no_aliases(named)
             _check_devices(named, runtime.device_type)
         planner = Planner(
-            partitioner=runtime.partitioner,
+            partitioner=partitioner or runtime.partitioner,
+            units=units,
             world_size=runtime.world_size,
-            bucket_bytes=runtime.bucket_bytes,
+            # Gradients that go as soon as they are reduced go bucket by bucket.
+            bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or _GOING_BYTES,
             optimizer_class=optimizer_class,
             reach=reach,
         )
@@ -63,12 +76,18 @@ def build_optimizer(
         runtime.negotiate(dtypes)
         fields.update(optimizer_fields(plan, optimizer_class, defaults, groups, gradients))
         fields["initial"] = Field(value=initial, fix="pass the same initial=... on every rank")
+    shards: Mapping[Shard, torch.Tensor] = {}
+    if materialise is not None:
+        with runtime.telling_peers():
+            shards = materialise(plan, runtime.negotiate(dtypes))
+    elif runtime.world_size > 1:
+        settle_initial_values(runtime, runtime.negotiate(dtypes), named, initial)
     with runtime.agreeing("optimizer built"):
-        if runtime.world_size == 1:
+        if runtime.world_size == 1 and precision is own_precision and not residence.offload:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
-        communicator, gather_communicator = _communicators(runtime, dtypes)
-        made = ShardedOptimizer(
+        communicator, gather_communicator = _communicators(runtime, dtypes, residence)
+        return ShardedOptimizer(
             runtime,
             planner,
             plan,
@@ -78,9 +97,10 @@ def build_optimizer(
             gather_communicator=gather_communicator,
             schedule=runtime.schedule,
             gradients=gradients,
+            residence=residence,
+            precision=precision,
+            shards=shards,
         )
-    _settle_initial_values(runtime, made, named, initial)
-    return made
 
 
 def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
@@ -93,16 +113,22 @@ def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
                 other.retire()
 
 
-def _communicators(runtime: Runtime, dtypes: set[str]) -> tuple[Communicator, Communicator | None]:
+def _communicators(
+    runtime: Runtime, dtypes: set[str], residence: Residence
+) -> tuple[Communicator, Communicator | None]:
     """One communicator per optimizer: backward may fill the buckets of two in an order that differs between ranks, and
     a loop that steps two in different orders ends in a timeout instead of in one another's data.
     """
     schedule = runtime.schedule
+    if runtime.world_size == 1:
+        return runtime.negotiate(dtypes), None
     own = runtime.open_communicator(dtypes)
     if own is not None:
-        apart = isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart
+        # Parameters that are gathered inside backward, where reductions are under way, must not queue behind them.
+        apart = not residence.params or (isinstance(schedule, OverlappingSchedule) and schedule.gathers_apart)
         return own, runtime.open_communicator(dtypes) if apart else None
-    if isinstance(schedule, OverlappingSchedule) and runtime.has_optimizers():
+    early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
+    if early and runtime.has_optimizers():
         raise UnsupportedError(
             f"backend {runtime.backend!r} runs one communicator at a time, and schedule {schedule.name!r} works during "
             "backward, where the buckets of two optimizers come in no fixed order; use schedule='sync', or one "
@@ -111,19 +137,7 @@ def _communicators(runtime: Runtime, dtypes: set[str]) -> tuple[Communicator, Co
     return runtime.negotiate(dtypes), None
 
 
-def _settle_initial_values(
-    runtime: Runtime, made: ShardedOptimizer, params: Sequence[NamedParam], initial: str
-) -> None:
-    digests = dict(zip((param.name for param in params), bit_digests(param.tensor for param in params), strict=True))
-    if initial == "check":
-        with runtime.agreeing("initial parameters") as fields:
-            fields["digest of initial parameters"] = Field(
-                value=digests, fix="seed every rank alike or load the same checkpoint, or pass initial='broadcast'"
-            )
-        return
-    if runtime.differs("initial parameters", digests):
-        runtime.log.info("parameters.broadcast", source=0, reason="ranks start from different values")
-        made.broadcast_parameters(source=0)
+_GOING_BYTES = 8 * 2**20
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -139,7 +153,7 @@ def _check_class(optimizer_class: object) -> None:
 
 def _check_devices(params: Sequence[NamedParam], device_type: str) -> None:
     for param in params:
-        if param.tensor.device.type != device_type:
+        if not param.tensor.is_meta and param.tensor.device.type != device_type:
             raise ConfigError(
                 f"parameter {param.name!r} is on {param.tensor.device}, but this runtime communicates for "
                 f"{device_type}; move the model, or pass Runtime(device={param.tensor.device.type!r})"

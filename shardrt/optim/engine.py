@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
+import attrs
 import torch
 
 from shardrt.comm.waiting import start_and_wait
@@ -15,7 +16,7 @@ from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
-from shardrt.optim.buffers import BucketBuffers, frozen_shard
+from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -29,7 +30,9 @@ from shardrt.optim.hooked import HookResults
 from shardrt.optim.params import NamedParam
 from shardrt.optim.readers import UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
+from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
+from shardrt.optim.slots import frozen_shard
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Work
 from shardrt.timeline import Timeline
@@ -56,6 +59,8 @@ class BucketEngine:
         watch: BackwardWatch | None = None,
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
+        residence: Residence = RESIDENT,
+        precision: PrecisionOf = own_precision,
         settings: Settings | None = None,
         attendance: Attendance | None = None,
         timeline: Timeline | None = None,
@@ -83,11 +88,27 @@ class BucketEngine:
                     rank=communicator.rank,
                     holds_gradients=gradients != "reduced" and hooked is None,
                     holds_reduced=gradients != "reduced",
+                    residence=residence,
+                    precision=precision(bucket.params[0]),
                 ),
                 keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
             )
             for bucket in plan.buckets
         ]
+        self._residence = residence
+        self._still = [
+            BucketBuffers(
+                bucket,
+                params,
+                rank=communicator.rank,
+                holds_gradients=False,
+                holds_reduced=False,
+                residence=residence,
+                precision=precision(bucket.params[0]),
+            )
+            for bucket in plan.still
+        ]
+        self._going: list[Work] = []
         self._skipped: Collection[torch.Tensor] = ()
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
@@ -111,6 +132,8 @@ class BucketEngine:
                 reduction = at_work.reduction = self._start_reduction(at_work)
                 noted.bucket = None
             at_work.note_gradients()
+            if not self._residence.gradients:
+                self._let_go(reduction)
         else:
             self._refuse_changed(at_work)
         return reduction
@@ -144,15 +167,79 @@ class BucketEngine:
         told = self._tell_present(
             at_work, bring_nothing(buffers) if absent else collect_gradients(buffers, self._adopts, self._skipped)
         )
+        if not self._residence.gradients:
+            buffers.drop_gradients()
         average, divisor = self._gradients == "average", self._attendance.divisor
         by_all = divisor is None or divisor == self._communicator.world_size
+        assert buffers.reduced is not None
+        source, output = buffers.gradients, buffers.reduced
+        if source.dtype != buffers.reduce_dtype:
+            source = source.to(buffers.reduce_dtype)
+        # Where the whole gradients go, what was reduced before is the only trace of them.
+        if (output.dtype, output.device) != (source.dtype, source.device) or at_work.accumulated is not None:
+            output = torch.empty_like(output, dtype=source.dtype, device=source.device)
         reducing = self._communicator.reduce_scatter(
-            buffers.gradients, buffers.bucket.splits, output=buffers.reduced, average=average and by_all
+            source, buffers.bucket.splits, output=output, average=average and by_all
         )
-        if by_all or not average:
+        by = None if by_all or not average else divisor
+        if by is None and self._residence.gradients and output is buffers.reduced:
             return FollowedWork([reducing, told])
-        assert buffers.reduced is not None and divisor is not None
-        return FollowedWork([reducing, told], then=partial(_divide, buffers.reduced, divisor))
+        return FollowedWork([reducing, told], then=partial(self._after_reduction, at_work, output, by))
+
+    def _after_reduction(self, at_work: BucketAtWork, output: torch.Tensor, divisor: int | None) -> None:
+        buffers = at_work.buffers
+        assert buffers.reduced is not None
+        if divisor is not None:
+            output.div_(divisor)
+        if output is not buffers.reduced and at_work.accumulated is None:
+            buffers.reduced.copy_(output)
+        if self._residence.gradients:
+            return
+        if at_work.accumulated is not None:
+            buffers.reduced.add_(output.to(buffers.reduced.device))
+            present = at_work.present[:-MARKS]
+            torch.maximum(present, at_work.accumulated, out=present)
+        at_work.accumulated = at_work.present[:-MARKS].clone()
+        buffers.give_back_gradients()
+
+    def _let_go(self, reduction: Work) -> None:
+        """Wait for earlier reductions, so that no more than two buckets of gradients are in memory."""
+        self._going.append(reduction)
+        while len(self._going) > 1:
+            self._going.pop(0).wait()
+
+    def carried(self) -> Carried:
+        """What was reduced since ``zero_grad``, where that is the only trace of gradients."""
+        found = Carried()
+        for bucket in self._buckets:
+            if bucket.accumulated is None:
+                continue
+            for slot, there in zip(bucket.buffers.slots, bucket.accumulated.tolist(), strict=True):
+                found.present[slot.param.name] = int(there)
+            for _, owned in bucket.owned:
+                assert owned.gradient is not None
+                found.gradients[owned.shard] = owned.gradient
+        return found
+
+    def carry_on(self, earlier: Carried) -> None:
+        """Go on from what buckets that were laid out otherwise had reduced."""
+        for bucket in self._buckets if earlier.present else ():
+            flags = [earlier.present.get(slot.param.name, 0) for slot in bucket.buffers.slots]
+            bucket.accumulated = torch.tensor(flags, dtype=torch.int8, device=bucket.present.device)
+            for _, owned in bucket.owned:
+                assert owned.gradient is not None
+                before = earlier.gradients.get(owned.shard)
+                owned.gradient.zero_() if before is None else owned.gradient.copy_(before)
+
+    def forget_gradients(self, *, keep_zeros: bool = False) -> None:
+        """Drop what was reduced, where that is the only trace of gradients."""
+        for bucket in self._buckets:
+            if bucket.accumulated is None:
+                continue
+            if keep_zeros and bucket.buffers.reduced is not None:
+                bucket.buffers.reduced.zero_()
+            else:
+                bucket.accumulated = None
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()
@@ -190,7 +277,7 @@ class BucketEngine:
     def scale_local_gradients(self, factor: torch.Tensor) -> None:
         """The reduced gradients were unscaled: let what ``p.grad`` shows be so too."""
         for bucket in self._buckets:
-            if bucket.buffers.gradients is not None:
+            if bucket.buffers.gradients is not None and self._residence.gradients:
                 bucket.buffers.gradients.mul_(factor)
             bucket.note_gradients()
 
@@ -209,6 +296,8 @@ class BucketEngine:
             present = None if all(found[:-MARKS]) else found
             for index, owned in bucket.owned:
                 wanted = owned.gradient if present is None or present[index] else None
+                if wanted is not None and wanted.dtype != owned.stepped.dtype:
+                    wanted = wanted.to(owned.stepped.dtype)
                 if owned.stepped.grad is not wanted:
                     owned.stepped.grad = wanted
 
@@ -247,6 +336,9 @@ class BucketEngine:
         buffers = self._buckets[bucket].buffers
         # Bytes that arrive change parameters as an optimizer's step does: autograd must know.
         torch.autograd.graph.increment_version([slot.param.tensor for slot in buffers.slots])
+        if not self._residence.params:
+            return FinishedWork()  # whoever computes with them gathers them: see UnitParams
+        buffers.load_own_run()
         with self._noting(bucket):
             noted.bucket = bucket
             gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
@@ -255,6 +347,9 @@ class BucketEngine:
 
     def gather_for_readers(self, bucket: int) -> None:
         """Start a gather that whoever reads one of the bucket's parameters waits for."""
+        if not self._residence.params:
+            self.gather(bucket)
+            return
         tensors = [slot.param.tensor for slot in self._buckets[bucket].buffers.slots]
         unfinished = UnfinishedBucket(
             tensors,
@@ -308,12 +403,30 @@ class BucketEngine:
         for bucket in self._buckets:
             bucket.buffers.follow_moved_parameters()
 
-    def broadcast_parameters(self, source: int) -> None:
-        """Everyone gets the source's values."""
-        for bucket in self._buckets:
-            bucket.buffers.load_staged()
-            self._communicator.broadcast(bucket.buffers.params, source).wait()
-            bucket.buffers.store_staged()
+    def spread_parameters(self) -> None:
+        """Gather whole parameters that stay from shards that are apart from them."""
+        apart = [buffers for buffers in self.every_buffers() if buffers.shard_is_apart and buffers.residence.params]
+
+        def gather(buffers: BucketBuffers) -> Work:
+            buffers.load_own_run()
+            gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
+            return FollowedWork([gathering], then=buffers.store_staged)
+
+        start_and_wait(gather, apart)
+        torch.autograd.graph.increment_version([slot.param.tensor for one in apart for slot in one.slots])
+
+    def every_buffers(self) -> list[BucketBuffers]:
+        """Of trained and of frozen buckets."""
+        return [*(bucket.buffers for bucket in self._buckets), *self._still]
+
+    def buffers_of(self, names: Collection[str]) -> list[BucketBuffers]:
+        """The buffers of the buckets that hold these parameters, trained or frozen."""
+        return [buffers for buffers in self.every_buffers() if buffers.bucket.params[0] in names]
+
+    @property
+    def gathers_with(self) -> Communicator:
+        """What parameters are gathered with."""
+        return self._gather_communicator
 
     def gradient_counts(self) -> list[int]:
         """How many gradients fill each bucket."""
@@ -336,12 +449,19 @@ class BucketEngine:
                     if mine is None:
                         continue
                     mine.slot = slot
-                    mine.stepped.data = buffers.shard_of(slot, offset, shard)
+                    _put(mine, buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
                     if buffers.reduced is not None:
                         mine.gradient = buffers.reduced_gradient_of(slot, offset, shard)
                     bucket.owned.append((index, mine))
+        for buffers in self._still:
+            for slot in buffers.slots:
+                for offset, shard in slot.offsets:
+                    if shard in self.owned:
+                        self.owned[shard].stepped.grad = None
+                        _put(self.owned[shard], buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
+        still = {name for buffers in self._still for name in buffers.bucket.params}
         for owned in self.owned.values():
-            if owned.slot is None:
+            if owned.slot is None and owned.shard.param not in still:
                 owned.stepped.grad = None
                 owned.stepped.data = frozen_shard(owned.shard, params[owned.shard.param])
 
@@ -357,8 +477,20 @@ class BucketEngine:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
 
 
-def _divide(gradients: torch.Tensor, divisor: int) -> None:
-    gradients.div_(divisor)
+def _put(owned: OwnedShard, place: torch.Tensor, *, keeps: bool) -> None:
+    """Let a shard live in a bucket. It ``keeps`` its values where they count; else they are there already."""
+    if keeps:
+        place.copy_(owned.stepped.detach())
+    owned.stepped.data = place
+
+
+@attrs.define(kw_only=True, eq=False)
+class Carried:
+    """Reduced gradients on their way from one layout of buckets to the next."""
+
+    present: dict[str, int] = attrs.field(factory=dict)
+    """By parameter: whether any rank had a gradient."""
+    gradients: dict[Shard, torch.Tensor] = attrs.field(factory=dict)
 
 
 class _Reading:

@@ -13,8 +13,9 @@ import attrs
 import torch
 
 from shardrt.errors import SparseGradientError
-from shardrt.optim.buffers import BucketBuffers, Slot, check_unchanged
+from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.settings import MARKS
+from shardrt.optim.slots import Slot, check_unchanged
 from shardrt.plan import Shard
 from shardrt.protocols import Work
 
@@ -46,6 +47,8 @@ class BucketAtWork:
     keeps_gradients: bool = True
     """Whether ``p.grad`` is nobody else's to change: DDP writes to gradients when backward has ended."""
     held: list[tuple[torch.Tensor | None, int]] = attrs.field(factory=list)
+    accumulated: torch.Tensor | None = None
+    """Where whole gradients go: for each slot, whether what was reduced since ``zero_grad`` holds a gradient."""
     absent: list[bool] = attrs.field(factory=list)
     """For each slot, whether no rank had a gradient in the last step."""
     present: torch.Tensor = attrs.field(init=False)
@@ -63,6 +66,9 @@ class BucketAtWork:
 
     def gradients_changed(self) -> bool:
         """Whether any gradient has changed since the reduction was started, or was replaced."""
+        if not self.buffers.residence.gradients:
+            # They went with the reduction, so whatever is there is new.
+            return self.outdated or any(slot.param.tensor.grad is not None for slot in self.buffers.slots)
         now = -1 if self.buffers.gradients is None else self.buffers.gradients._version
         if self.outdated or now != self.version:
             return True
@@ -89,6 +95,7 @@ def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[
 
     ``skipped`` are parameters that count as having none.
     """
+    buffers.hold_gradients()
     present = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -122,6 +129,7 @@ def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[
 def bring_nothing(buffers: BucketBuffers) -> list[int]:
     """Take part in a reduction without gradients; says for each slot that there is none."""
     assert buffers.gradients is not None
+    buffers.hold_gradients()
     buffers.gradients.zero_()
     return [0] * len(buffers.slots)
 
@@ -145,6 +153,7 @@ def move_gradient_home(
             # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
             if adopts and home is not None and not gradient.requires_grad:
                 check_unchanged(name, home, gradient)
+                bucket.buffers.hold_gradients()
                 home.copy_(gradient)
                 tensor.grad = home
         if arrived is not None:

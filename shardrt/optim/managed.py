@@ -128,6 +128,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    def spread_parameters(self) -> None:
+        """The shards that are stepped have new values: let whole parameters follow. Every rank calls it."""
+
     def finish(self) -> None:
         """Wait until every parameter has its new value; only a view made earlier can show that it has not."""
 

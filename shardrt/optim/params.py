@@ -20,13 +20,19 @@ class NamedParam:
     name: str
     tensor: torch.Tensor
     group: int
+    dtype: str = attrs.field(init=False)
+    """Its own, in which it is stepped and stored, whatever it is computed with in."""
+
+    @dtype.default
+    def _own_dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
 
     def spec(self, *, trainable: bool | None = None) -> ParamSpec:
         """What planning needs to know of it."""
         return ParamSpec(
             name=self.name,
             shape=tuple(self.tensor.shape),
-            dtype=str(self.tensor.dtype).removeprefix("torch."),
+            dtype=self.dtype,
             trainable=self.tensor.requires_grad if trainable is None else trainable,
             group=self.group,
         )
@@ -45,11 +51,13 @@ class NamedGroup:
         return {**self.options, "params": tensors, "param_names": [param.name for param in self.params]}
 
 
-def read_groups(params: Any, *, first_group: int = 0, taken: Iterable[NamedParam] = ()) -> list[NamedGroup]:
+def read_groups(
+    params: Any, *, first_group: int = 0, taken: Iterable[NamedParam] = (), deferred: bool = False
+) -> list[NamedGroup]:
     """Named groups from tensors, ``(name, tensor)`` tuples, a mapping of names, or dicts with ``params``.
 
     Parameters without a name are called ``param.0``, ``param.1`` and so on. One that is listed twice in a group (tied
-    weights) counts once, under its first name.
+    weights) counts once, under its first name. ``deferred`` lets them be on the meta device.
 
     Example:
         >>> import torch
@@ -64,7 +72,7 @@ def read_groups(params: Any, *, first_group: int = 0, taken: Iterable[NamedParam
     for offset, (entries, options) in enumerate(_split_groups(params)):
         found: list[NamedParam] = []
         for name, tensor in _entries(entries):
-            _check_tensor(name, tensor)
+            _check_tensor(name, tensor, deferred=deferred)
             earlier = known.get(tensor)
             if earlier is not None:
                 if earlier.group != first_group + offset:
@@ -91,7 +99,8 @@ def read_groups(params: Any, *, first_group: int = 0, taken: Iterable[NamedParam
 
 def check_no_aliases(params: Iterable[NamedParam]) -> None:
     """Refuse parameters that are different objects in the same memory: sharded, each would be updated on its own."""
-    spans = sorted((*_span(param.tensor), param.name) for param in params if param.tensor.numel())
+    present = [param for param in params if param.tensor.numel() and not param.tensor.is_meta]
+    spans = sorted((*_span(param.tensor), param.name) for param in present)
     for (_, end, name), (start, _, following) in pairwise(spans):
         if start < end:
             raise UnsupportedError(
@@ -157,13 +166,13 @@ def _entries(entries: Iterable[Any]) -> Iterator[tuple[str | None, torch.Tensor]
         yield name, tensor
 
 
-def _check_tensor(name: str | None, tensor: torch.Tensor) -> None:
+def _check_tensor(name: str | None, tensor: torch.Tensor, *, deferred: bool) -> None:
     called = f"parameter {name!r}" if name else "a parameter"
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedError(f"{called} has no shape yet; run a lazy module once before you build its optimizer")
     if tensor.layout is not torch.strided:
         raise UnsupportedError(f"{called} has layout {tensor.layout}; only dense parameters can be sharded")
-    if tensor.is_meta:
+    if tensor.is_meta and not deferred:
         raise UnsupportedError(f"{called} is on the meta device; materialise it first (module.to_empty(device=...))")
     if type(tensor.data) is not torch.Tensor:
         raise UnsupportedError(
@@ -182,13 +191,18 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def parameter_for(param: NamedParam, shard: Shard) -> torch.nn.Parameter:
-    """The object the local optimizer holds. Its data is put in place when the buckets are laid out."""
-    tensor = param.tensor.detach()
-    whole = shard.numel == tensor.numel()
-    stepped = torch.nn.Parameter(
-        tensor if whole else tensor.reshape(-1)[shard.start : shard.stop], requires_grad=param.tensor.requires_grad
-    )
+def parameter_for(
+    param: NamedParam, shard: Shard, *, apart: bool = False, values: torch.Tensor | None = None
+) -> torch.nn.Parameter:
+    """The object the local optimizer holds. Its data is put in place when the buckets are laid out.
+
+    ``apart``: in memory of its own, so that the whole parameter's can go. ``values``: where nobody has the whole.
+    """
+    if values is None:
+        tensor = param.tensor.detach()
+        part = tensor if shard.numel == tensor.numel() else tensor.reshape(-1)[shard.start : shard.stop]
+        values = part.clone() if apart else part
+    stepped = torch.nn.Parameter(values, requires_grad=param.tensor.requires_grad)
     # Marks that users and libraries put on parameters ("no decay", "is a head") are for the optimizer to see.
     vars(stepped).update(vars(param.tensor))
     return stepped

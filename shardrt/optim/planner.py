@@ -9,7 +9,7 @@ import torch
 
 from shardrt.errors import PlanError, UnsupportedError
 from shardrt.optim.reach import Reach
-from shardrt.plan import ParamSpec, Partition, Plan
+from shardrt.plan import ParamSpec, Partition, Plan, Shard
 from shardrt.protocols import Partitioner, PartitionRequest
 
 
@@ -22,10 +22,20 @@ class Planner:
     bucket_bytes: int | None
     optimizer_class: type[torch.optim.Optimizer]
     reach: Reach
+    units: tuple[tuple[str, ...], ...] | None = None
+    """Parameters that are gathered together, by their names; each unit is divided among the ranks by itself."""
 
     def plan(self, specs: Sequence[ParamSpec]) -> Plan:
         """A new plan."""
-        return self._build(specs, self._partition(specs))
+        return self._build(specs, self._partition(specs) if self.units is None else self._by_units(specs, self.units))
+
+    def check_extensible(self) -> None:
+        """Raise unless parameters can be added."""
+        if self.units is not None:
+            raise UnsupportedError(
+                "parameters cannot be added to a sharded module's optimizer, since no unit gathers them; build the "
+                "whole module first, and shard it then"
+            )
 
     def extended(self, plan: Plan, specs: Sequence[ParamSpec]) -> Plan:
         """More parameters; owners of the earlier ones stay."""
@@ -37,7 +47,21 @@ class Planner:
         return self._build(specs, plan.partition)
 
     def _build(self, specs: Sequence[ParamSpec], partition: Partition) -> Plan:
-        return Plan.build(specs, partition, partitioner=self.partitioner.name, bucket_bytes=self.bucket_bytes)
+        return Plan.build(
+            specs, partition, partitioner=self.partitioner.name, bucket_bytes=self.bucket_bytes, units=self.units
+        )
+
+    def _by_units(self, specs: Sequence[ParamSpec], units: Sequence[Sequence[str]]) -> Partition:
+        """Each unit by itself, so that every rank has a part of each; leftovers go to those who own least."""
+        named = {spec.name: spec for spec in specs}
+        load = [0] * self.world_size
+        shards: list[Shard] = []
+        for unit in units:
+            partition = self._partition([named[name] for name in unit], load=tuple(load))
+            shards += partition.shards
+            for shard in partition.shards:
+                load[shard.rank] += shard.numel * named[shard.param].itemsize
+        return Partition.arranged(specs, self.world_size, shards)
 
     def _partition(self, specs: Sequence[ParamSpec], load: tuple[int, ...] = ()) -> Partition:
         whole = self.reach is not Reach.ELEMENT

@@ -13,8 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,8 +29,41 @@ _CALLS = (
     "size dim numel nelement stride is_contiguous is_floating_point is_complex element_size storage_offset get_device "
     "is_shared register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__"
 )
-_UNFINISHED: dict[int, UnfinishedBucket] = {}
+_UNFINISHED: dict[int, Readable] = {}
 """By the identity of the parameter, which its bucket keeps alive."""
+
+
+class Readable(Protocol):
+    """Whoever knows how to let a parameter be read."""
+
+    def read(self) -> None:
+        """Return once the values are there, with the parameter's class given back, or raise."""
+        ...
+
+
+def watch_reads(tensors: Iterable[torch.Tensor], readable: Readable) -> None:
+    """From now on whoever reads one of these asks ``readable`` first."""
+    for tensor in tensors:
+        _UNFINISHED[id(tensor)] = readable
+        if not isinstance(tensor, _WaitsForReaders):
+            tensor.__class__ = _unfinished_class(type(tensor))
+
+
+def is_watched(tensor: torch.Tensor) -> bool:
+    """Whether its values are not there, or not yet."""
+    return id(tensor) in _UNFINISHED
+
+
+def watched_by(tensor: torch.Tensor) -> Readable | None:
+    """Who hears of reads of this one."""
+    return _UNFINISHED.get(id(tensor))
+
+
+def let_read(tensors: Iterable[torch.Tensor]) -> None:
+    """These may be read by anybody again."""
+    for tensor in tensors:
+        _UNFINISHED.pop(id(tensor), None)
+        _give_class_back(tensor)
 
 
 class UnfinishedBucket:
@@ -51,9 +84,7 @@ class UnfinishedBucket:
         self._on_failure = on_failure
         self._done = False
         self._lock = threading.Lock()
-        for tensor in tensors:
-            _UNFINISHED[id(tensor)] = self
-            tensor.__class__ = _unfinished_class(type(tensor))
+        watch_reads(tensors, self)
 
     def read(self) -> None:
         """Somebody wants values: wait until they are there."""
@@ -75,9 +106,7 @@ class UnfinishedBucket:
             except Exception as error:
                 self._on_failure(error)
                 raise
-            for tensor in self._tensors:
-                del _UNFINISHED[id(tensor)]
-                _give_class_back(tensor)
+            let_read(self._tensors)
             self._done = True
             return True
 

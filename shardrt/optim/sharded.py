@@ -21,6 +21,7 @@ from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
 from shardrt.optim.planner import Planner
+from shardrt.optim.residence import OWN_PRECISION, RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
@@ -50,8 +51,23 @@ class ShardedOptimizer(ScalingOptimizer):
         gather_communicator: Communicator | None,
         schedule: Schedule,
         gradients: Gradients,
+        residence: Residence = RESIDENT,
+        precision: PrecisionOf = own_precision,
+        shards: Mapping[Shard, torch.Tensor] | None = None,
     ) -> None:
         self._prepare(runtime, planner, plan)
+        self.residence = residence
+        """Which whole buffers stay in memory between their uses."""
+        self._precision = precision
+        self._initial_shards = shards or {}
+        self.rebuilt: Callable[[BucketEngine], None] | None = None
+        """Called when the buckets were laid out anew."""
+        self.rebuilding: Callable[[], None] | None = None
+        """Called before that: parameters that can go must be away."""
+        self.renewed: Callable[[], None] | None = None
+        """Called when shards have new values: whole parameters that were gathered before are old."""
+        self.summoned = False
+        """Whether whole parameters are lent to somebody outside forward and backward."""
         self._gather_communicator = gather_communicator
         teach_grad_scaler()
         self._leaves_gradients = False
@@ -63,7 +79,8 @@ class ShardedOptimizer(ScalingOptimizer):
         self._left = None
         self.attendance = Attendance()
         self.announcer = self.attached_to = self.watch = None
-        if isinstance(schedule, OverlappingSchedule) and gradients != "reduced":
+        early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
+        if early and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
             self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
@@ -84,6 +101,7 @@ class ShardedOptimizer(ScalingOptimizer):
         for index, group in enumerate(self.param_groups):
             group.update(self._local.options(index))
         self._build_engine()
+        self._initial_shards = {}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, update this rank's shards, gather the parameters.
@@ -112,6 +130,8 @@ class ShardedOptimizer(ScalingOptimizer):
             if self.watch is not None:
                 self.watch.rounds = 0
             self._taken = None
+            if self.renewed is not None:
+                self.renewed()
         if self._spans is not None:
             self._spans.step(started, self._steps)
         self._finished(started)
@@ -139,6 +159,7 @@ class ShardedOptimizer(ScalingOptimizer):
         super().zero_grad(set_to_none=set_to_none)
         self._left = None
         self._ready_engine.forget_reduction()
+        self._ready_engine.forget_gradients(keep_zeros=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters to train; owners of the earlier ones do not change. Every rank must call it."""
@@ -147,6 +168,7 @@ class ShardedOptimizer(ScalingOptimizer):
             return
         self._refuse_inside_a_step("add_param_group")
         with self._runtime.agreeing("add_param_group") as fields:
+            self._planner.check_extensible()
             [group] = read_groups([param_group], first_group=len(self.param_groups), taken=self._params.values())
             check_no_aliases([*self._params.values(), *group.params])
             plan = self._planner.extended(self.plan, [param.spec() for param in group.params])
@@ -253,13 +275,20 @@ class ShardedOptimizer(ScalingOptimizer):
         """Raise if an update is under way, whose state nobody could tell."""
         self._refuse_inside_a_step(what)
 
-    def broadcast_parameters(self, source: int) -> None:
-        """Give every rank the values of one."""
-        with torch.no_grad():
-            self._ready_engine.broadcast_parameters(source)
+    def spread_parameters(self) -> None:
+        """The shards have new values: where whole parameters stay and are apart from them, these follow."""
+        with self._runtime.telling_peers(), torch.no_grad():
+            self._ready_engine.spread_parameters()
+            if self.renewed is not None:
+                self.renewed()
 
     def _local_optimizer(self) -> torch.optim.Optimizer:
         return self._local.inner
+
+    @property
+    def engine(self) -> BucketEngine:
+        """The buckets as they are laid out now."""
+        return self._ready_engine
 
     @property
     def _ready_engine(self) -> BucketEngine:
@@ -271,15 +300,24 @@ class ShardedOptimizer(ScalingOptimizer):
         for param in group.params:
             for shard in self.plan.partition.by_param[param.name]:
                 if shard.rank == self._communicator.rank:
-                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard))
+                    residence = self.residence
+                    lower = self._precision(param.name) != OWN_PRECISION
+                    apart = not residence.params or residence.offload or lower
+                    values = self._initial_shards.get(shard)
+                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard, apart=apart, values=values))
                     self._owned[shard] = owned
                     found.append(owned.stepped)
         return found
 
     def _build_engine(self) -> None:
+        carried = None
         if self._engine is not None:
             self._engine.remove_hooks()
             self._engine.settle()
+            if not self.updates_early:  # else it has been stepped with
+                carried = self._engine.carried()
+            if self.rebuilding is not None:
+                self.rebuilding()
         self._engine = BucketEngine(
             self.plan,
             self._params,
@@ -292,15 +330,21 @@ class ShardedOptimizer(ScalingOptimizer):
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
+            residence=self.residence,
+            precision=self._precision,
             timeline=self._runtime.timeline,
             settings=Settings(self._settings, lambda: explain_different_settings(self._runtime, self._settings())),
             attendance=self.attendance,
         )
+        if carried is not None:
+            self._engine.carry_on(carried)
         if self.watch is not None:
             self.watch.start_over(self._engine.gradient_counts())
         self._hooks[:] = self._engine.hooks
         self._tensors = [param.tensor for param in self._params.values()]
         self._trained = [spec.trainable for spec in self.plan.params]
+        if self.rebuilt is not None:
+            self.rebuilt(self._engine)
         self._runtime.plan_built(self.plan)
 
     def _settings(self) -> dict[str, Any]:
@@ -312,8 +356,7 @@ class ShardedOptimizer(ScalingOptimizer):
 
     def _bucket_ready(self, bucket: int) -> None:
         assert self.watch is not None
-        assert isinstance(self._schedule, OverlappingSchedule)
-        if self._schedule.updates_early and self.watch.rounds:
+        if self.updates_early and self.watch.rounds:
             raise OptimizerError(
                 f"a second backward before step(): schedule {self._schedule.name!r} has updated the parameters with "
                 "the first already; accumulate inside rt.no_sync(opt), checkpoint with use_reentrant=False, or use "
@@ -321,17 +364,16 @@ class ShardedOptimizer(ScalingOptimizer):
             )
         with self._runtime.telling_peers(), torch.no_grad():
             if bucket == 0:
-                if self._schedule.updates_early:
+                if self.updates_early:
                     self._taken = [{key: group[key] for key in group if key != "params"} for group in self.param_groups]
                 self._note_frozen()
                 self._ready_engine.finish_reads()
                 self._ready_engine.follow_moved_parameters()
             self._ready_engine.renew(bucket)
-            if self._steps == 0 and self._schedule.updates_early:
-                # see Note [The first step is late]
-                self._ready_engine.reduce(bucket)
-            else:
+            if isinstance(self._schedule, OverlappingSchedule) and not (self._steps == 0 and self.updates_early):
                 self._schedule.bucket_ready(self._ready_engine, bucket)
+            else:  # see Note [The first step is late]; or gradients that do not stay until the step
+                self._ready_engine.reduce(bucket)
 
     def _after_backward(self) -> None:
         if self._spans is not None and self.watch is not None:

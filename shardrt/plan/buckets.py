@@ -102,9 +102,14 @@ def group_for_travel(params: Sequence[ParamSpec], bucket_bytes: int | None) -> l
 
 
 def build_buckets(
-    params: Sequence[ParamSpec], partition: Partition, bucket_bytes: int | None = None
+    params: Sequence[ParamSpec],
+    partition: Partition,
+    bucket_bytes: int | None = None,
+    units: Sequence[Sequence[str]] | None = None,
 ) -> tuple[Bucket, ...]:
-    """The buckets of the parameters that are trained; frozen ones neither receive gradients nor travel.
+    """The buckets of the parameters that are trained; frozen ones do not receive gradients.
+
+    ``units`` are names of parameters that are used together: each unit has buckets of its own, of any size.
 
     Example:
         >>> from shardrt import ParamSpec, Partition, Shard
@@ -114,17 +119,53 @@ def build_buckets(
         >>> [bucket.params for bucket in build_buckets(params, partition)]
         [('b', 'a')]
     """
-    trained = [spec for spec in params if spec.trainable]
+    if units is None:
+        trained = [spec for spec in params if spec.trainable]
+        return _laid_out(group_for_travel(trained, bucket_bytes), partition)
+    return _buckets_of_units(params, partition, units, trainable=True)
+
+
+def build_still_buckets(
+    params: Sequence[ParamSpec], partition: Partition, units: Sequence[Sequence[str]]
+) -> tuple[Bucket, ...]:
+    """The buckets of frozen parameters, unit by unit: they are gathered, and never reduced.
+
+    Example:
+        >>> from shardrt import ParamSpec, Partition, Shard
+        >>> from shardrt.plan import build_still_buckets
+        >>> params = [ParamSpec(name=name, shape=(4,), dtype="float32", trainable=name == "a") for name in "ab"]
+        >>> partition = Partition(world_size=1, shards=(Shard("a", 0, 4, 0), Shard("b", 0, 4, 0)))
+        >>> [bucket.params for bucket in build_still_buckets(params, partition, [["a", "b"]])]
+        [('b',)]
+    """
+    return _buckets_of_units(params, partition, units, trainable=False)
+
+
+def _buckets_of_units(
+    params: Sequence[ParamSpec], partition: Partition, units: Sequence[Sequence[str]], *, trainable: bool
+) -> tuple[Bucket, ...]:
+    specs = {spec.name: spec for spec in params if spec.trainable is trainable}
+    groups: list[list[ParamSpec]] = []
+    for unit in reversed(units):
+        groups += group_for_travel([specs[name] for name in unit if name in specs], None)
+    return _laid_out(groups, partition)
+
+
+def _laid_out(groups: Sequence[Sequence[ParamSpec]], partition: Partition) -> tuple[Bucket, ...]:
     buckets = []
-    for group in group_for_travel(trained, bucket_bytes):
+    for group in groups:
         shards = [shard for spec in group for shard in partition.by_param[spec.name]]
         shards.sort(key=lambda shard: shard.rank)  # stable: parameter order survives inside each owner's run
         buckets.append(Bucket(dtype=group[0].dtype, world_size=partition.world_size, shards=tuple(shards)))
     return tuple(buckets)
 
 
-def check_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], partition: Partition) -> None:
+def check_buckets(
+    buckets: Sequence[Bucket], params: Sequence[ParamSpec], partition: Partition, *, trainable: bool = True
+) -> None:
     """Raise :class:`~shardrt.errors.PlanError` unless every trained shard travels in one bucket, in owner order.
+
+    ``trainable=False`` is for buckets of frozen parameters.
 
     Example:
         >>> from shardrt import ParamSpec, Partition, Shard
@@ -133,7 +174,8 @@ def check_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], partit
         >>> partition = Partition(world_size=1, shards=(Shard("w", 0, 4, 0),))
         >>> check_buckets(build_buckets(params, partition), params, partition)
     """
-    dtypes = {spec.name: spec.dtype for spec in params if spec.trainable}
+    kind = "trained" if trainable else "frozen"
+    dtypes = {spec.name: spec.dtype for spec in params if spec.trainable is trainable}
     waiting = Counter(shard for shard in partition.shards if shard.param in dtypes)
     for index, bucket in enumerate(buckets):
         if bucket.world_size != partition.world_size:
@@ -145,7 +187,7 @@ def check_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], partit
         rank = 0
         for shard in bucket.shards:
             if not waiting[shard]:
-                raise PlanError(f"bucket {index} holds {shard}, which no trained parameter has or which came before")
+                raise PlanError(f"bucket {index} holds {shard}, which no {kind} parameter has or which came before")
             if dtypes[shard.param] != bucket.dtype:
                 raise PlanError(
                     f"bucket {index} is of {bucket.dtype} and holds {shard.param!r} of {dtypes[shard.param]}"
@@ -156,4 +198,4 @@ def check_buckets(buckets: Sequence[Bucket], params: Sequence[ParamSpec], partit
             waiting[shard] -= 1
     forgotten = sorted(shard.param for shard, count in waiting.items() if count)
     if forgotten:
-        raise PlanError(f"{len(forgotten)} trained shards travel in no bucket, one of parameter {forgotten[0]!r}")
+        raise PlanError(f"{len(forgotten)} {kind} shards travel in no bucket, one of parameter {forgotten[0]!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from shardrt.errors import PlanError
-from shardrt.plan.buckets import Bucket, build_buckets, check_buckets
+from shardrt.plan.buckets import Bucket, build_buckets, build_still_buckets, check_buckets
 from shardrt.plan.params import ParamSpec
 from shardrt.plan.partition import Partition
 from shardrt.plan.reading import read_field, read_list, read_text
@@ -39,6 +39,8 @@ class Plan:
     params: tuple[ParamSpec, ...]
     partition: Partition
     buckets: tuple[Bucket, ...]
+    still: tuple[Bucket, ...] = ()
+    """Buckets of frozen parameters, where these are sharded too: gathered, and never reduced."""
 
     @classmethod
     def build(
@@ -48,14 +50,19 @@ class Plan:
         *,
         partitioner: str,
         bucket_bytes: int | None = None,
+        units: Sequence[Sequence[str]] | None = None,
     ) -> Plan:
-        """Check the partition against the parameters and lay out the buckets."""
+        """Check the partition against the parameters and lay out the buckets.
+
+        ``units`` are names of parameters that are gathered together, frozen ones included.
+        """
         partition.check(params)
         return cls(
             partitioner=partitioner,
             params=tuple(params),
             partition=partition,
-            buckets=build_buckets(params, partition, bucket_bytes),
+            buckets=build_buckets(params, partition, bucket_bytes, units),
+            still=() if units is None else build_still_buckets(params, partition, units),
         )
 
     @property
@@ -111,12 +118,14 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """A mapping of plain JSON values."""
+        still = {"still": [bucket.to_json() for bucket in self.still]} if self.still else {}
         return {
             "format": PLAN_FORMAT,
             "partitioner": self.partitioner,
             "params": [spec.to_json() for spec in self.params],
             "partition": self.partition.to_json(),
             "buckets": [bucket.to_json() for bucket in self.buckets],
+            **still,
         }
 
     @classmethod
@@ -131,7 +140,11 @@ class Plan:
         partition.check(params)
         buckets = tuple(Bucket.from_json(item) for item in read_list(data, "buckets", where="plan"))
         check_buckets(buckets, params, partition)
-        return cls(partitioner=partitioner, params=params, partition=partition, buckets=buckets)
+        still: tuple[Bucket, ...] = ()
+        if "still" in data:
+            still = tuple(Bucket.from_json(item) for item in read_list(data, "still", where="plan"))
+            check_buckets(still, params, partition, trainable=False)
+        return cls(partitioner=partitioner, params=params, partition=partition, buckets=buckets, still=still)
 
 
 def _counted(count: int, what: str) -> str:

@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from shardrt.errors import StateError, UnsupportedError
+from shardrt.optim.kept import kept_dtype
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard, spread_largest_first
 from shardrt.state.optimizers import plain_name
@@ -25,6 +26,13 @@ class ModelState:
     values: Mapping[str, Any]
     """What modules keep beside tensors (``get_extra_state``)."""
     buffers: frozenset[str]
+    apart: Mapping[str, torch.dtype] = attrs.field(factory=dict)
+    """Parameters whose values count in the shards of their owners, and those shards' dtype: no rank has them whole, or
+    only in a lower precision, so only parts of them are read or written."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
+        return self.apart.get(name, self.tensors[name].dtype)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -54,6 +62,7 @@ def model_state(module: torch.nn.Module) -> ModelState:
     aliases: dict[str, str] = {}
     values: dict[str, Any] = {}
     buffers: set[str] = set()
+    apart: dict[str, torch.dtype] = {}
     first: dict[int, str] = {}
     for key, value in inner.state_dict(keep_vars=True).items():
         name = plain_name(key)
@@ -64,12 +73,16 @@ def model_state(module: torch.nn.Module) -> ModelState:
         elif id(value) in first:
             aliases[name] = first[id(value)]
         else:
-            _check_storable(name, value)
+            kept = kept_dtype(value)
+            if kept is not None:
+                apart[name] = kept
+            else:
+                _check_storable(name, value)
             first[id(value)] = name
             tensors[name] = value
             if id(value) not in trained:
                 buffers.add(name)
-    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers))
+    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers), apart=apart)
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -114,6 +127,32 @@ def answering(
 def part_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """A flat range of a tensor's elements in row-major order: a view where they lie so."""
     return tensor.detach().reshape(-1)[start:stop]
+
+
+class OwnParts:
+    """This rank's parts of a model's tensors: of those kept apart the shards it has, of the others views."""
+
+    def __init__(self, state: ModelState, optimizers: Iterable[ManagedOptimizer]) -> None:
+        self._state = state
+        names = {id(tensor): name for name, tensor in state.tensors.items()}
+        self._kept: dict[tuple[str, int, int], torch.Tensor] = {}
+        for optimizer in optimizers if state.apart else ():
+            whole = optimizer.named()
+            for shard, stepped in optimizer.owned():
+                name = names.get(id(whole[shard.param]))
+                if name is not None:
+                    self._kept[name, shard.start, shard.stop] = stepped
+
+    def read(self, shard: Shard) -> torch.Tensor:
+        """The values of one of this rank's shards, flat."""
+        if shard.param in self._state.apart:
+            return self._kept[shard.param, shard.start, shard.stop].detach().reshape(-1)
+        return part_of(self._state.tensors[shard.param], shard.start, shard.stop)
+
+    def write(self, shard: Shard, values: torch.Tensor) -> None:
+        """Give one of this rank's shards of a tensor that is kept apart new values."""
+        kept = self._kept[shard.param, shard.start, shard.stop]
+        kept.detach().copy_(values.reshape(kept.shape))
 
 
 def copies(state: ModelState, *, on_cpu: bool) -> dict[str, Any]:

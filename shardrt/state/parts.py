@@ -18,7 +18,7 @@ from shardrt.errors import StateError
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.protocols import Communicator, ControlChannel
 from shardrt.state.layout import Giving, Part, StateLayout, describe, lay_out
-from shardrt.state.models import ModelState, answering, part_of
+from shardrt.state.models import ModelState, OwnParts, answering
 from shardrt.state.optimizers import ShardState, Tree, as_tree, group_names, group_options, own_state, stored_names
 from shardrt.state.portable import dtype_called
 from shardrt.state.streams import gather_streams
@@ -83,11 +83,12 @@ def sharded_model_state(
 ) -> dict[str, Any]:
     """This rank's part of a model; tensors are views of the model's own unless they have to be moved."""
     tensors: dict[str, Any] = {}
+    own = OwnParts(state, optimizers)
     for name, owners in answering(state, optimizers, world_size).items():
         for shard in owners:
             if shard.rank == rank:
                 entry = tensors.setdefault(name, {"shape": list(state.tensors[name].shape), "shards": []})
-                part = _moved(part_of(state.tensors[name], shard.start, shard.stop), on_cpu)
+                part = _moved(own.read(shard), on_cpu)
                 run = {"start": shard.start, "stop": shard.stop}
                 entry["shards"].append({**run, "sliced": {"value": part}, "whole": {}})
     return {

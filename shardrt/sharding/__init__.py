@@ -1,0 +1,1 @@
+"""Whole modules, sharded: which strategy, which units, and when their parameters come and go."""

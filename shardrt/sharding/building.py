@@ -1,0 +1,130 @@
+"""How a module comes to be sharded: choose units, build the optimizer on them, let parameters come and go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from shardrt.choosing import choose_partitioner
+from shardrt.errors import ConfigError
+from shardrt.optim.build import Materialise, build_optimizer
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.reach import Reach, reach_of
+from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precision
+from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.plan import Plan, Shard
+from shardrt.protocols import Communicator, Partitioner
+from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
+from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
+from shardrt.sharding.prefetching import prefetch_from
+from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.strategies import offloads, strategy_called
+from shardrt.sharding.units import Unit, find_units
+
+if TYPE_CHECKING:
+    from shardrt.runtime import Runtime
+
+
+def shard_module(
+    runtime: Runtime,
+    module: torch.nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    strategy: Any,
+    units: Any,
+    partitioner: Any,
+    prefetch: Any,
+    mixed_precision: Any,
+    param_init_fn: Any,
+    offload: Any,
+    ignored_modules: Iterable[torch.nn.Module],
+    ignored_parameters: Iterable[torch.nn.Parameter],
+    runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
+    elementwise: bool | None,
+    uses: Sequence[str],
+    defaults: Mapping[str, Any],
+) -> ManagedOptimizer:
+    """See :meth:`shardrt.Runtime.shard`."""
+    with runtime.agreeing("shard"):
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"rt.shard takes a torch.nn.Module, got a {type(module).__name__}")
+        if module in runners:
+            raise ConfigError("this module is sharded already; shard a module once, with all its parameters")
+        chosen = strategy_called(strategy)
+        ahead = prefetch_from(prefetch)
+        mixed = mixed_precision_from(mixed_precision)
+        residence = chosen.residence if runtime.world_size > 1 else RESIDENT
+        residence = attrs.evolve(residence, offload=offloads(offload))
+        found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
+        names = {name for unit in found for name in unit.params}
+        named = [(name, param) for name, param in module.named_parameters() if name in names]
+        deferred = is_deferred(module)
+        if deferred:
+            check_initialisable(found, param_init_fn)
+        precision = own_precision if mixed is None else precision_by_name(module, mixed)
+    whole = residence.params
+    optimizer = build_optimizer(
+        runtime,
+        named,
+        optimizer_class,
+        gradients="average",
+        elementwise=elementwise,
+        initial="broadcast",
+        uses=uses,
+        defaults=defaults,
+        partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
+        units=None if whole and mixed is None and not residence.offload else _travelling(found, precision),
+        residence=residence,
+        precision=precision,
+        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole) if deferred else None,
+    )
+    if mixed is not None:
+        cast_buffers(module, mixed, {inner for given in ignored_modules for inner in given.modules()})
+        cast_inputs_of(found, mixed)
+    if isinstance(optimizer, ShardedOptimizer) and not whole:
+        runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
+    return optimizer
+
+
+def _materialising(
+    runtime: Runtime, module: torch.nn.Module, units: Sequence[Unit], init: Any, *, keeps_whole: bool
+) -> Materialise:
+    device = torch.device(runtime.device_type)
+
+    def run(plan: Plan, communicator: Communicator) -> Mapping[Shard, torch.Tensor]:
+        return materialise(module, units, plan, communicator, device=device, init=init, keeps_whole=keeps_whole)
+
+    return run
+
+
+def _travelling(units: Sequence[Unit], precision: PrecisionOf) -> tuple[tuple[str, ...], ...]:
+    """What shares buckets: parameters of one unit and one precision."""
+    found: list[tuple[str, ...]] = []
+    for unit in units:
+        by_precision: dict[Precision, list[str]] = {}
+        for name in unit.params:
+            by_precision.setdefault(precision(name), []).append(name)
+        found += [tuple(names) for names in by_precision.values()]
+    return tuple(found)
+
+
+def _partitioner(
+    runtime: Runtime,
+    given: Any,
+    optimizer_class: type[torch.optim.Optimizer],
+    elementwise: bool | None,
+    *,
+    whole: bool,
+) -> Partitioner:
+    """The one that is asked for. Else, where parameters are sharded too: even ranges of each unit, if the optimizer
+    allows to cut parameters."""
+    if given is not None:
+        return choose_partitioner(runtime.registry, given)
+    if whole or not isinstance(optimizer_class, type):
+        return runtime.partitioner  # type: ignore[no-any-return]
+    cuts = reach_of(optimizer_class, elementwise) is Reach.ELEMENT
+    return choose_partitioner(runtime.registry, "flat" if cuts else "greedy")

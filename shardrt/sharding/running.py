@@ -1,0 +1,168 @@
+"""Brings parameters before a unit computes and puts them away afterwards, forward and backward.
+
+Note [When units come and go]: before a unit's forward its parameters are brought, after it they are put away. Its
+outputs carry a hook that brings them again before its backward begins, its inputs one that puts them away when their
+gradients are there, which is when nothing in the unit is left to compute. Inputs without gradients (the first layer's)
+leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward.
+Inside backward a forward is a recomputation (activation checkpointing): what it brings stays for the gradients that
+are computed next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils import _pytree as pytree
+
+from shardrt.errors import StateError
+from shardrt.optim.backward import call_after_backward
+from shardrt.optim.engine import BucketEngine
+from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.sharding.prefetching import Prefetch, RunningOrder
+from shardrt.sharding.unit_params import UnitParams
+from shardrt.sharding.units import Unit
+
+
+class UnitRunner:
+    """The hooks of one sharded module. See Note [When units come and go]."""
+
+    def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer, prefetch: Prefetch) -> None:
+        self._units = units
+        self._prefetch = prefetch
+        self._order = RunningOrder()
+        self._depth = 0
+        self._task: int | None = None
+        self.params: list[UnitParams] = []
+        self._optimizer = weakref.ref(optimizer)
+        self._take_over(optimizer.engine)
+        # Weak: the optimizer's hooks on parameters live as long as these.
+        runner = weakref.ref(self)
+        optimizer.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
+        optimizer.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
+        optimizer.renewed = lambda: _with(runner, UnitRunner.put_all_away)
+        self.handles = [
+            handle
+            for number, unit in enumerate(units)
+            for handle in (
+                unit.module.register_forward_pre_hook(self._before(number), prepend=True, with_kwargs=True),
+                unit.module.register_forward_hook(self._after(number), always_call=True),
+            )
+        ]
+
+    def _take_over(self, engine: BucketEngine) -> None:
+        self.params = [
+            UnitParams(unit.name, engine.buffers_of(set(unit.params)), engine.gathers_with, self._may_read)
+            for unit in self._units
+        ]
+        self.put_all_away()
+
+    def put_all_away(self) -> None:
+        """Only shards are left."""
+        for params in self.params:
+            params.put_away(lent_too=True)
+
+    def _may_read(self) -> bool:
+        return self._depth > 0 or torch._C._current_graph_task_id() != -1
+
+    def _before(self, number: int) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            del module
+            self._refuse_summoned()
+            recomputing = torch._C._current_graph_task_id() != -1
+            if not recomputing:
+                if self._depth == 0:
+                    self._order.begin()
+                self._order.ran(number)
+            self._depth += 1
+            mine = self.params[number]
+            mine.start()
+            if self._prefetch.forward and not recomputing:
+                for ahead in self._order.next_forward(self._prefetch.limit):
+                    self.params[ahead].start()
+            mine.bring()
+            if number and torch.is_grad_enabled() and not recomputing:
+                inputs = _tensors((args, kwargs))
+                if inputs:
+                    register_multi_grad_hook(inputs, lambda _: self._backward_done(number), mode="all")
+
+        return hook
+
+    def _after(self, number: int) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            del module, args
+            self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
+            if torch._C._current_graph_task_id() != -1:
+                return
+            outputs = _tensors(output) if torch.is_grad_enabled() else []
+            if outputs:
+                register_multi_grad_hook(outputs, lambda _: self._backward_begins(number), mode="any")
+            if number or not outputs:
+                self._put_away(number)
+            if self._depth == 0 and not outputs:
+                self.put_all_away()
+
+        return hook
+
+    def _refuse_summoned(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.summoned:
+            raise StateError(
+                "a forward inside rt.summon_full_params: units would be put away under whoever looks at them; leave "
+                "the block first"
+            )
+
+    def _put_away(self, number: int) -> None:
+        self.params[number].put_away()
+
+    def _backward_begins(self, number: int) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            call_after_backward(self._backward_ended)
+        mine = self.params[number]
+        mine.start()
+        if self._prefetch.backward == "pre":
+            self._start_ahead(number)
+        mine.bring()
+
+    def _backward_done(self, number: int) -> None:
+        self._put_away(number)
+        if self._prefetch.backward == "post":
+            self._start_ahead(number)
+
+    def _start_ahead(self, number: int) -> None:
+        for ahead in self._order.next_backward(number, self._prefetch.limit):
+            self.params[ahead].start()
+
+    def _backward_ended(self) -> None:
+        self._task = None
+        self.put_all_away()
+
+
+def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:
+    alive = reference()
+    if alive is not None:
+        method(alive, *args)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in whatever a module takes or returns that gradients go through."""
+    found: list[torch.Tensor] = []
+
+    def look(value: Any) -> None:
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.requires_grad and not any(leaf is one for one in found):
+                    found.append(leaf)
+            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                look([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            elif isinstance(leaf, Mapping):
+                look(list(leaf.values()))
+
+    look(values)
+    return found

@@ -1,0 +1,143 @@
+"""What a trainer calls on a runtime to shard whole modules."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from shardrt.errors import ConfigError
+from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.sharding.building import shard_module
+from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.summoning import summoned
+
+
+class ShardingCalls:
+    """The part of :class:`shardrt.Runtime` that shards modules."""
+
+    _optimizers: list[weakref.ref[ManagedOptimizer]]
+    _runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]]
+    """By module; the module's hooks keep its runner alive."""
+
+    def living_optimizers(self) -> list[ManagedOptimizer]:
+        """See :meth:`shardrt.loop.LoopCalls.living_optimizers`."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def shard(
+        self,
+        module: torch.nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        strategy: Any = "full_shard",
+        units: Any = None,
+        partitioner: Any = None,
+        prefetch: Any = "pre",
+        mixed_precision: Any = None,
+        param_init_fn: Any = None,
+        offload: Any = False,
+        ignored_modules: Iterable[torch.nn.Module] = (),
+        ignored_parameters: Iterable[torch.nn.Parameter] = (),
+        elementwise: bool | None = None,
+        uses: Sequence[str] = (),
+        **defaults: Any,
+    ) -> tuple[torch.nn.Module, ManagedOptimizer]:
+        """Shard a module and its optimizer; returns both. Every rank must call it alike.
+
+        The module stays the object it is, and is called as ever. ``strategy`` is ``"shard_optim"`` (ZeRO-1),
+        ``"shard_grad_op"`` (ZeRO-2), ``"full_shard"`` (ZeRO-3), or a member of torch's ``ShardingStrategy``.
+        ``units`` says which parameters are gathered together: module classes, modules, a number of parameters, a
+        function of a module, a policy of torch's, or None for the repeated blocks. ``prefetch`` is ``"pre"``,
+        ``"post"``, None, or a :class:`shardrt.Prefetch`. ``mixed_precision`` is a :class:`shardrt.MixedPrecision`,
+        torch's, or a dtype to compute with. ``partitioner`` divides each unit; by default into even ranges, or by whole
+        parameters where the optimizer needs them. A module on the meta device is materialised unit by unit, by the
+        ``reset_parameters`` of its modules or by ``param_init_fn``, a function of a module. With ``offload`` (or
+        torch's ``CPUOffload``) shards, reduced gradients and optimizer state live in the CPU's memory and are stepped
+        there.
+
+        Example:
+            >>> import shardrt, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+            >>> rt = shardrt.Runtime()
+            >>> model, opt = rt.shard(model, torch.optim.AdamW, lr=3e-4, strategy="full_shard")
+            >>> model(torch.ones(1, 4)).sum().backward()
+            >>> opt.step()
+        """
+        self._check_open()
+        made = shard_module(
+            self,  # type: ignore[arg-type]
+            module,
+            optimizer_class,
+            strategy=strategy,
+            units=units,
+            partitioner=partitioner,
+            prefetch=prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            offload=offload,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+            runners=self._runners,
+            elementwise=elementwise,
+            uses=uses,
+            defaults=defaults,
+        )
+        self._optimizers.append(weakref.ref(made))
+        return module, made
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        module: torch.nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Iterator[None]:
+        """A block in which a sharded module has its whole parameters, in full precision. Every rank must enter it.
+
+        ``recurse=False`` is for the module's own, without those of modules inside it. What is written to them is kept
+        if ``writeback``. With ``rank0_only`` the other ranks do not get them; nothing is written back then.
+        ``offload_to_cpu`` puts them into the CPU's memory meanwhile.
+
+        Example:
+            >>> import shardrt, torch
+            >>> rt = shardrt.Runtime()
+            >>> model, opt = rt.shard(torch.nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+            >>> with rt.summon_full_params(model):
+            ...     tuple(model.weight.shape)
+            (2, 2)
+        """
+        self._check_open()
+        if rank0_only and writeback:
+            raise ConfigError(
+                "summon_full_params cannot write back what one rank alone has; pass writeback=False with rank0_only"
+            )
+        wanted = set(module.parameters(recurse=recurse))
+        optimizers = [made for made in self.living_optimizers() if isinstance(made, ShardedOptimizer)]
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                if wanted & optimizer.trained():
+                    optimizer.finish()
+                    summon = summoned(
+                        optimizer.engine.every_buffers(),
+                        wanted,
+                        optimizer.engine.gathers_with,
+                        writeback=writeback,
+                        rank0_only=rank0_only,
+                        offload_to_cpu=offload_to_cpu,
+                    )
+                    if writeback:
+                        stack.callback(optimizer.spread_parameters)
+                    stack.callback(setattr, optimizer, "summoned", optimizer.summoned)
+                    optimizer.summoned = True
+                    stack.enter_context(summon)
+            yield
