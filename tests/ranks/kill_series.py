@@ -225,7 +225,7 @@ def _runs(order: dict[str, Any], number: int, rank: int) -> Iterator[list[Any] |
 def _server() -> ForkServerContext:
     """Where processes are forked, with everything imported; it finds this module only if told where to look."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["tests.ranks.kill_preload"])
     with mock.patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parents[2])}):
         forkserver.ensure_running()
     return context
