@@ -380,6 +380,10 @@ class ControlChannel(Protocol):
         """A channel for a conversation of its own, beside this one. Every rank opens it at the same point."""
         ...
 
+    def among(self, groups: Sequence[Sequence[int]]) -> ControlChannel:
+        """A channel for some of the ranks: the group that this one is in. Every rank opens it at the same point."""
+        ...
+
     def on_failure(self, callback: Callable[[int, str], None]) -> None:
         """Call back with rank and error before a peer's failure is raised here."""
         ...

@@ -7,6 +7,7 @@ import platform
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -283,6 +284,10 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
         """Whether ranks hold different values of something that may differ; every rank gets the same answer."""
         return len(set(self._control.exchange(topic, digest(value)))) > 1
 
+    def told(self, topic: str, value: Any) -> list[Any]:
+        """Every rank's small JSON-able value, in rank order."""
+        return self._control.exchange(topic, value)
+
     @contextmanager
     def telling_peers(self) -> Iterator[None]:
         """A block whose failure on this rank ends the others' waiting."""
@@ -337,6 +342,36 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
             if len(self._opened) > before:
                 return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
         return None
+
+    def open_among(self, groups: Sequence[Sequence[int]], dtypes: Iterable[str]) -> Communicator:
+        """A communicator of the group that this rank is in, for operations with an order of their own."""
+        group = next(one for one in groups if self.rank in one)
+        control = self._control.among(groups)
+        process_group = None
+        if self._process_group is not None:
+            ranks = [[dist.get_global_rank(self._process_group, rank) for rank in one] for one in groups]
+            limit = timedelta(seconds=self.timeout)
+            process_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
+        factory = self._chosen.make_communicator
+        if len(group) == 1:
+            factory = self.registry.backends.get(self.device_type, "null").factory
+        made = factory(
+            Group(
+                rank=list(group).index(self.rank),
+                world_size=len(group),
+                device_type=self.device_type,
+                timeout=self.timeout,
+                control=control,
+                process_group=process_group,
+                number=self._control.number * _COMMUNICATORS + len(self._opened),
+                timeline=self.timeline,
+                flight=self.flight,
+            )
+        )
+        self._opened.append(made)
+        if len(group) == 1:
+            return made
+        return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
 
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):

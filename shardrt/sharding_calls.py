@@ -20,6 +20,7 @@ from shardrt.sharding.summoning import summoned
 class ShardingCalls:
     """The part of :class:`shardrt.Runtime` that shards modules."""
 
+    rank: int
     _optimizers: list[weakref.ref[ManagedOptimizer]]
     _runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]]
     """By module; the module's hooks keep its runner alive."""
@@ -43,6 +44,7 @@ class ShardingCalls:
         mixed_precision: Any = None,
         param_init_fn: Any = None,
         offload: Any = False,
+        shard_size: int | None = None,
         ignored_modules: Iterable[torch.nn.Module] = (),
         ignored_parameters: Iterable[torch.nn.Parameter] = (),
         elementwise: bool | None = None,
@@ -51,8 +53,10 @@ class ShardingCalls:
     ) -> tuple[torch.nn.Module, ManagedOptimizer]:
         """Shard a module and its optimizer; returns both. Every rank must call it alike.
 
-        The module stays the object it is, and is called as ever. ``strategy`` is ``"shard_optim"`` (ZeRO-1),
-        ``"shard_grad_op"`` (ZeRO-2), ``"full_shard"`` (ZeRO-3), or a member of torch's ``ShardingStrategy``.
+        The module stays the object it is, and is called as ever. ``strategy`` is ``"no_shard"``, ``"shard_optim"``
+        (ZeRO-1), ``"shard_grad_op"`` (ZeRO-2), ``"full_shard"`` (ZeRO-3), ``"hybrid_shard"`` or
+        ``"hybrid_shard_zero2"`` (sharded among the ranks of a host, or ``shard_size`` neighbouring ones, and replicated
+        across), or a member of torch's ``ShardingStrategy``.
         ``units`` says which parameters are gathered together: module classes, modules, a number of parameters, a
         function of a module, a policy of torch's, or None for the repeated blocks. ``prefetch`` is ``"pre"``,
         ``"post"``, None, or a :class:`shardrt.Prefetch`. ``mixed_precision`` is a :class:`shardrt.MixedPrecision`,
@@ -82,6 +86,7 @@ class ShardingCalls:
             mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
             offload=offload,
+            shard_size=shard_size,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
             runners=self._runners,
@@ -131,8 +136,8 @@ class ShardingCalls:
                         optimizer.engine.every_buffers(),
                         wanted,
                         optimizer.engine.gathers_with,
+                        lends=not rank0_only or self.rank == 0,
                         writeback=writeback,
-                        rank0_only=rank0_only,
                         offload_to_cpu=offload_to_cpu,
                     )
                     if writeback:

@@ -20,7 +20,7 @@ from shardrt.state.full import check_torch_state, full_optimizer_state, slice_to
 from shardrt.state.gathering import hand_out_apart, whole_model, write_whole
 from shardrt.state.handing_out import hand_out_model, hand_out_optimizer
 from shardrt.state.kinds import StateKind
-from shardrt.state.models import ModelState, OwnParts, answering, copies, matched, model_state, unwrapped
+from shardrt.state.models import ModelState, OwnParts, copies, matched, model_state, unwrapped
 from shardrt.state.optimizers import put_options, stored_names
 from shardrt.state.parts import (
     MARK,
@@ -372,7 +372,7 @@ class StateCalls:
                 if name in live:
                     live[name].detach().copy_(tensor)
             if found.apart and not rank0_only:
-                write_whole(found, self._optimizers_for(module), tensors, self.rank, self.world_size)
+                write_whole(found, self._optimizers_for(module), tensors)
         if rank0_only:
             device = torch.device(self.device_type)
             hand_out_model(live, self.negotiate(()), self._control, device)
@@ -398,9 +398,8 @@ class StateCalls:
         own = OwnParts(live, optimizers)
         mine = [
             shard
-            for name, owners in answering(live, optimizers, self.world_size).items()
-            for shard in (owners if name in live.apart else (Shard(name, 0, live.tensors[name].numel(), self.rank),))
-            if shard.rank == self.rank
+            for name, tensor in live.tensors.items()
+            for shard in (own.of(name) if name in live.apart else [Shard(name, 0, tensor.numel(), self.rank)])
         ]
         wanted = [Wanted(param=shard.param, start=shard.start, stop=shard.stop) for shard in mine]
         device = torch.device(self.device_type)

@@ -78,6 +78,7 @@ def read_model(
     unexpected = [key for key in (*spreads, *values) if key not in known]
     if strict and (missing or unexpected):
         raise StateError(_does_not_fit(f"model {name!r}", checkpoint, missing, unexpected))
+    own = OwnParts(state, optimizers.values())
     shards = {key: owners for key, owners in answering(state, optimizers.values(), world_size).items() if key in found}
     parts: dict[Shard, torch.Tensor] = {}
     for key, owners in shards.items():
@@ -92,13 +93,12 @@ def read_model(
                 f"{key!r} is {spread.spec.dtype} in {checkpoint.where!r} and {tensor.dtype} in the model; complex "
                 "numbers and real ones are not taken for one another"
             )
-        for shard in owners:
-            if shard.rank == rank:
+        for shard in own.of(key) if key in state.apart else [one for one in owners if one.rank == rank]:
+            if shard.numel or key not in state.apart:
                 part = torch.empty(shard.numel, dtype=dtype_called(spread.spec.dtype))
                 checkpoint.files.read_spread(spread, shard.start, shard.stop, part, advance)
                 parts[shard] = part.to(state.dtype(key))
     kept = {key: value for key, value in values.items() if key in state.values}
-    own = OwnParts(state, optimizers.values())
     return ReadModel(state=state, module=module, shards=shards, parts=parts, own=own, values=kept)
 
 

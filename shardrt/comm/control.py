@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardrt.comm.bounded import BoundedStore
@@ -57,6 +57,11 @@ class LocalControl:
         del topic, timeout, to_all
         return [json.loads(json.dumps(value))]
 
+    def among(self, groups: Sequence[Sequence[int]]) -> LocalControl:
+        """There is nobody to leave out."""
+        del groups
+        return LocalControl()
+
     def another(self) -> LocalControl:
         """A channel for a conversation of its own."""
         return LocalControl()
@@ -101,6 +106,17 @@ class StoreControl:
         self._exchanges = 0
         self.failed = False
         self._on_failure: Callable[[int, str], None] | None = None
+
+    def among(self, groups: Sequence[Sequence[int]]) -> StoreControl | LocalControl:
+        """A channel for some of the ranks: the group that this one is in. Every rank opens it at the same point."""
+        self._children += 1
+        number, group = next((number, group) for number, group in enumerate(groups) if self.rank in group)
+        if len(group) == 1:
+            return LocalControl()
+        place = list(group).index(self.rank)
+        made = StoreControl(self.store, rank=place, world_size=len(group), timeout=self.timeout, parent=self)
+        made.prefix += f"/{number}"
+        return made
 
     def another(self) -> StoreControl:
         """A channel for a conversation of its own, beside this one. Every rank opens it at the same point."""

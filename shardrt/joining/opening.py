@@ -74,6 +74,11 @@ def _checked(optimizer: ShardedOptimizer) -> ShardedOptimizer:
             "which the others could gather its part; use strategy='shard_grad_op' or 'shard_optim', or give every "
             "rank as many batches"
         )
+    if optimizer.mesh is not None:
+        raise UnsupportedError(
+            "rt.join cannot serve a module that is replicated across groups of ranks; use strategy='shard_optim' or "
+            "'shard_grad_op'"
+        )
     if optimizer.gradients == "reduced" or optimizer.has_hook:
         raise UnsupportedError(
             "rt.join cannot serve an optimizer whose gradients somebody else reduces (gradients='reduced', or a "

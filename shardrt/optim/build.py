@@ -14,6 +14,7 @@ from shardrt.optim.engine import Gradients
 from shardrt.optim.initial import settle_initial_values
 from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.mesh import Mesh
 from shardrt.optim.params import NamedParam, check_no_aliases, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import check_shardable, reach_of
@@ -46,6 +47,7 @@ def build_optimizer(
     residence: Residence = RESIDENT,
     precision: PrecisionOf = own_precision,
     materialise: Materialise | None = None,
+    mesh: Mesh | None = None,
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.optimizer`; and, for the rest, :meth:`shardrt.Runtime.shard`."""
     with runtime.agreeing("optimizer") as fields:
@@ -65,7 +67,7 @@ def build_optimizer(
         planner = Planner(
             partitioner=partitioner or runtime.partitioner,
             units=units,
-            world_size=runtime.world_size,
+            world_size=runtime.world_size if mesh is None else len(mesh.shard_group),
             # Gradients that go as soon as they are reduced go bucket by bucket.
             bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or _GOING_BYTES,
             optimizer_class=optimizer_class,
@@ -86,7 +88,14 @@ def build_optimizer(
         if runtime.world_size == 1 and precision is own_precision and not residence.offload:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
-        communicator, gather_communicator = _communicators(runtime, dtypes, residence)
+        replicas = everybody = None
+        if mesh is None:
+            communicator, gather_communicator = _communicators(runtime, dtypes, residence)
+        else:
+            communicator = runtime.open_among(mesh.groups, dtypes)
+            gather_communicator = None if residence.params else runtime.open_among(mesh.groups, dtypes)
+            replicas = runtime.open_among(mesh.replica_groups, dtypes)
+            everybody = runtime.open_communicator(dtypes) or runtime.negotiate(dtypes)
         return ShardedOptimizer(
             runtime,
             planner,
@@ -95,6 +104,9 @@ def build_optimizer(
             defaults,
             communicator=communicator,
             gather_communicator=gather_communicator,
+            replicas=replicas,
+            everybody=everybody,
+            mesh=mesh,
             schedule=runtime.schedule,
             gradients=gradients,
             residence=residence,

@@ -30,7 +30,13 @@ def clip_by_norm(
     _check_numbers(numbers)
     found = [optimizer.reduced_gradients(wanted) for optimizer, wanted in covered]
     _check_same_everywhere(communicator, device_type, numbers)
-    norm = global_norm([shard for shards, _ in found for shard in shards], communicator, norm_type, device_type)
+    # Of shards that several ranks have, each brings its part.
+    weighed = [
+        (shard, 1.0 / optimizer.replica_count)
+        for (optimizer, _), (shards, _) in zip(covered, found, strict=True)
+        for shard in shards
+    ]
+    norm = global_norm(weighed, communicator, norm_type, device_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise OptimizerError(
             f"the gradient norm of order {norm_type:g} over all ranks is {norm.item()}, so it cannot be clipped; "
@@ -47,14 +53,17 @@ def clip_by_norm(
 
 
 def global_norm(
-    gradients: Sequence[torch.Tensor], communicator: Communicator, norm_type: float, device_type: str
+    gradients: Sequence[tuple[torch.Tensor, float]], communicator: Communicator, norm_type: float, device_type: str
 ) -> torch.Tensor:
-    """The norm over the shards of all ranks; the same bits on every rank."""
-    device = gradients[0].device if gradients else torch.device(device_type)
+    """The norm over the shards of all ranks, each with its weight; the same bits on every rank."""
+    device = gradients[0][0].device if gradients else torch.device(device_type)
     order = float(norm_type)
     local = torch.zeros(1, dtype=torch.float32, device=device)
     if gradients:
-        norms = torch.stack([n.to(device, torch.float32) for n in torch._foreach_norm(list(gradients), order)])
+        tensors, weights = zip(*gradients, strict=True)
+        norms = torch.stack([n.to(device, torch.float32) for n in torch._foreach_norm(list(tensors), order)])
+        if not math.isinf(order) and any(weight != 1.0 for weight in weights):
+            norms = norms * torch.tensor(weights, device=device).pow(1.0 / order)
         local = torch.linalg.vector_norm(norms, order).reshape(1)
     if math.isinf(order):
         communicator.all_reduce(local, op="max").wait()

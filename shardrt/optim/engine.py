@@ -56,6 +56,8 @@ class BucketEngine:
         update: Callable[[Sequence[OwnedShard] | None], None],
         read_failed: Callable[[Exception], None],
         gather_communicator: Communicator | None = None,
+        replicas: Communicator | None = None,
+        everybody: Communicator | None = None,
         watch: BackwardWatch | None = None,
         hooked: HookResults | None = None,
         adopts_gradients: bool = True,
@@ -65,12 +67,15 @@ class BucketEngine:
         attendance: Attendance | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """``hooked`` has the reduced gradients where a hook of DDP reduces them."""
+        """``hooked`` has the reduced gradients where a hook of DDP reduces them. ``replicas`` are the ranks that have
+        the same shards, ``everybody`` both these and those that share; None where all ranks share."""
         self.plan = plan
         self.owned = owned
         self.gathers_apart = gather_communicator is not None
         self._communicator = communicator
         self._gather_communicator = gather_communicator or communicator
+        self._replicas = replicas
+        self._everybody = everybody or communicator
         self._watch = watch
         self._hooked = hooked
         self._adopts = adopts_gradients
@@ -170,7 +175,7 @@ class BucketEngine:
         if not self._residence.gradients:
             buffers.drop_gradients()
         average, divisor = self._gradients == "average", self._attendance.divisor
-        by_all = divisor is None or divisor == self._communicator.world_size
+        by_all = divisor is None or divisor == self._everybody.world_size
         assert buffers.reduced is not None
         source, output = buffers.gradients, buffers.reduced
         if source.dtype != buffers.reduce_dtype:
@@ -182,13 +187,15 @@ class BucketEngine:
             source, buffers.bucket.splits, output=output, average=average and by_all
         )
         by = None if by_all or not average else divisor
-        if by is None and self._residence.gradients and output is buffers.reduced:
+        if by is None and self._residence.gradients and output is buffers.reduced and self._replicas is None:
             return FollowedWork([reducing, told])
         return FollowedWork([reducing, told], then=partial(self._after_reduction, at_work, output, by))
 
     def _after_reduction(self, at_work: BucketAtWork, output: torch.Tensor, divisor: int | None) -> None:
         buffers = at_work.buffers
         assert buffers.reduced is not None
+        if self._replicas is not None:
+            self._replicas.all_reduce(output, average=self._gradients == "average" and divisor is None).wait()
         if divisor is not None:
             output.div_(divisor)
         if output is not buffers.reduced and at_work.accumulated is None:
@@ -244,7 +251,7 @@ class BucketEngine:
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()
         at_work.present.copy_(torch.tensor([*present, *marks], dtype=torch.int8))
-        return self._communicator.all_reduce(at_work.present, op="max")
+        return self._everybody.all_reduce(at_work.present, op="max")
 
     def _take_hooked(self, at_work: BucketAtWork, hooked: HookResults) -> None:
         shards = [(owned, owned.slot.param.tensor) for _, owned in at_work.owned if owned.slot is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardrt.errors import UnsupportedError
+from shardrt.optim.mesh import Mesh
 from shardrt.optim.planner import Planner
 from shardrt.optim.reach import Reach
 from shardrt.plan import Plan, Shard
@@ -33,6 +34,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     plan: Plan
     """What this optimizer's ranks have agreed on."""
+    mesh: Mesh | None = None
+    """Which ranks have the same shards, where not all ranks share; None otherwise."""
     step_after_backward = False
     """Whether the step is made at the end of each synchronised backward under DDP, and not by the loop."""
 
@@ -103,6 +106,20 @@ class ManagedOptimizer(torch.optim.Optimizer):
         kept = self._local_optimizer().state
         kept.clear()
         kept.update(state)
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank tells of its shards, or one of another group that has the same."""
+        return self.mesh is None or self.mesh.is_first
+
+    def rank_of(self, shard: Shard) -> int:
+        """The rank that answers for a shard."""
+        return shard.rank if self.mesh is None else self.mesh.answering(shard.rank)
+
+    @property
+    def replica_count(self) -> int:
+        """How many ranks have each shard."""
+        return 1 if self.mesh is None else len(self.mesh.groups)
 
     @property
     def is_elementwise(self) -> bool:

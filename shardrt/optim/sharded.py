@@ -19,6 +19,7 @@ from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
+from shardrt.optim.mesh import Mesh
 from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
 from shardrt.optim.planner import Planner
 from shardrt.optim.residence import OWN_PRECISION, RESIDENT, PrecisionOf, Residence, own_precision
@@ -49,6 +50,9 @@ class ShardedOptimizer(ScalingOptimizer):
         *,
         communicator: Communicator,
         gather_communicator: Communicator | None,
+        replicas: Communicator | None = None,
+        everybody: Communicator | None = None,
+        mesh: Mesh | None = None,
         schedule: Schedule,
         gradients: Gradients,
         residence: Residence = RESIDENT,
@@ -69,6 +73,9 @@ class ShardedOptimizer(ScalingOptimizer):
         self.summoned = False
         """Whether whole parameters are lent to somebody outside forward and backward."""
         self._gather_communicator = gather_communicator
+        self._replicas = replicas
+        self._everybody = everybody or communicator
+        self.mesh = mesh
         teach_grad_scaler()
         self._leaves_gradients = False
         self._retired = False
@@ -327,6 +334,8 @@ class ShardedOptimizer(ScalingOptimizer):
             update=self._update_shards,
             read_failed=self._runtime.report_failure,
             gather_communicator=self._gather_communicator,
+            replicas=self._replicas,
+            everybody=self._everybody,
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,8 +13,10 @@ import torch
 
 from shardrt.choosing import choose_partitioner
 from shardrt.errors import ConfigError
+from shardrt.handshake import Field
 from shardrt.optim.build import Materialise, build_optimizer
 from shardrt.optim.managed import ManagedOptimizer
+from shardrt.optim.mesh import Mesh
 from shardrt.optim.reach import Reach, reach_of
 from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
@@ -22,7 +26,7 @@ from shardrt.sharding.deferred import check_initialisable, is_deferred, material
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner
-from shardrt.sharding.strategies import offloads, strategy_called
+from shardrt.sharding.strategies import Strategy, offloads, strategy_called
 from shardrt.sharding.units import Unit, find_units
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ def shard_module(
     mixed_precision: Any,
     param_init_fn: Any,
     offload: Any,
+    shard_size: int | None,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
     runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
@@ -66,6 +71,7 @@ def shard_module(
         if deferred:
             check_initialisable(found, param_init_fn)
         precision = own_precision if mixed is None else precision_by_name(module, mixed)
+    mesh = _mesh(runtime, chosen, shard_size) if runtime.world_size > 1 else None
     whole = residence.params
     optimizer = build_optimizer(
         runtime,
@@ -80,7 +86,10 @@ def shard_module(
         units=None if whole and mixed is None and not residence.offload else _travelling(found, precision),
         residence=residence,
         precision=precision,
-        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole) if deferred else None,
+        mesh=mesh,
+        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole, mesh=mesh)
+        if deferred
+        else None,
     )
     if mixed is not None:
         cast_buffers(module, mixed, {inner for given in ignored_modules for inner in given.modules()})
@@ -90,13 +99,44 @@ def shard_module(
     return optimizer
 
 
+def _mesh(runtime: Runtime, strategy: Strategy, shard_size: int | None) -> Mesh | None:
+    """Which ranks divide state among themselves; None where all do."""
+    with runtime.agreeing("groups of ranks") as fields:
+        fields["shard_size"] = Field(value=shard_size, fix="pass the same shard_size on every rank")
+        if strategy.shares == "none":
+            if shard_size not in (None, 1):
+                raise ConfigError(f"shard_size={shard_size!r} with strategy={strategy.name!r}, which shards nothing")
+            shard_size = 1
+        elif strategy.shares == "all" and shard_size not in (None, runtime.world_size):
+            raise ConfigError(
+                f"shard_size={shard_size!r} with strategy={strategy.name!r}, which shards over all ranks; use "
+                "'hybrid_shard' or 'hybrid_shard_zero2'"
+            )
+    if strategy.shares == "all":
+        return None
+    hosts = runtime.told("hosts of ranks", os.environ.get("SHARDRT_HOST") or socket.gethostname())
+    with runtime.agreeing("groups of ranks, made"):
+        if shard_size is not None:
+            return Mesh.of(runtime.world_size, shard_size=shard_size, rank=runtime.rank)
+        return Mesh.by_host(hosts, rank=runtime.rank)
+
+
 def _materialising(
-    runtime: Runtime, module: torch.nn.Module, units: Sequence[Unit], init: Any, *, keeps_whole: bool
+    runtime: Runtime,
+    module: torch.nn.Module,
+    units: Sequence[Unit],
+    init: Any,
+    *,
+    keeps_whole: bool,
+    mesh: Mesh | None,
 ) -> Materialise:
     device = torch.device(runtime.device_type)
+    place = runtime.rank if mesh is None else mesh.shard_group.index(runtime.rank)
 
     def run(plan: Plan, communicator: Communicator) -> Mapping[Shard, torch.Tensor]:
-        return materialise(module, units, plan, communicator, device=device, init=init, keeps_whole=keeps_whole)
+        return materialise(
+            module, units, plan, communicator, device=device, place=place, init=init, keeps_whole=keeps_whole
+        )
 
     return run
 

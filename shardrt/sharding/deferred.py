@@ -57,10 +57,14 @@ def materialise(
     communicator: Communicator,
     *,
     device: torch.device,
+    place: int,
     init: Init | None,
     keeps_whole: bool,
 ) -> dict[Shard, torch.Tensor]:
-    """This rank's shards of everything that was on the meta device. See Note [Deferred initialisation]."""
+    """This rank's shards of everything that was on the meta device. See Note [Deferred initialisation].
+
+    ``place`` is its number among those that divide the state.
+    """
     kept: dict[Shard, torch.Tensor] = {}
     named = dict(root.named_parameters())
     for unit in units:
@@ -78,7 +82,7 @@ def materialise(
         for name, param in zip(unit.params, params, strict=True):
             flat = param.detach().reshape(-1)
             for shard in plan.partition.by_param[name]:
-                if shard.rank == communicator.rank:
+                if shard.rank == place:
                     part = flat[shard.start : shard.stop].clone()
                     kept[shard] = part.view(param.shape) if shard.numel == param.numel() else part
             param.data = param.detach().clone()  # of its own, whatever the initialisation did

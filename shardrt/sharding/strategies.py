@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -24,11 +24,14 @@ class Strategy:
     name: str
     summary: str
     residence: Residence = RESIDENT
+    shares: Literal["all", "host", "none"] = "all"
+    """With whom a rank divides state: all ranks, those of its host (or of a chosen group), or nobody."""
 
 
 STRATEGIES = {
     one.name: one
     for one in (
+        Strategy(name="no_shard", summary="every rank has everything, as under DDP", shares="none"),
         Strategy(name="shard_optim", summary="optimizer state is sharded (ZeRO-1)"),
         Strategy(
             name="shard_grad_op",
@@ -39,6 +42,18 @@ STRATEGIES = {
             name="full_shard",
             summary="optimizer state, gradients and parameters are sharded (ZeRO-3)",
             residence=Residence(params=False, gradients=False),
+        ),
+        Strategy(
+            name="hybrid_shard",
+            summary="as full_shard inside a host or a chosen group of ranks, replicated across",
+            residence=Residence(params=False, gradients=False),
+            shares="host",
+        ),
+        Strategy(
+            name="hybrid_shard_zero2",
+            summary="as shard_grad_op inside a host or a chosen group of ranks, replicated across",
+            residence=Residence(gradients=False),
+            shares="host",
         ),
     )
 }

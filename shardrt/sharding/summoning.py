@@ -19,18 +19,20 @@ def summoned(
     wanted: Collection[torch.Tensor],
     communicator: Communicator,
     *,
+    lends: bool,
     writeback: bool,
-    rank0_only: bool,
     offload_to_cpu: bool,
 ) -> Iterator[None]:
-    """In this block parameters whose values are kept in shards have all of them; every rank enters it alike."""
+    """In this block parameters whose values are kept in shards have all of them; every rank enters it alike.
+
+    ``lends``: whether this rank gets them too.
+    """
     lent = []
-    has_them = communicator.rank == 0 or not rank0_only
     try:
         for one in buffers:
             if one.shard_is_apart and any(slot.param.tensor in wanted for slot in one.slots):
                 whole = _gathered(one, communicator)
-                if has_them:
+                if lends:
                     lent.append(_Lent(one, whole.cpu() if offload_to_cpu else whole))
                 del whole
         yield

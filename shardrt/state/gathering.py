@@ -51,17 +51,14 @@ def whole_model(
     return {**made, **{alias: made[name] for alias, name in state.aliases.items()}, **state.values}
 
 
-def write_whole(
-    state: ModelState, optimizers: Sequence[ManagedOptimizer], values: Mapping[str, torch.Tensor], rank: int, world: int
-) -> None:
+def write_whole(state: ModelState, optimizers: Sequence[ManagedOptimizer], values: Mapping[str, torch.Tensor]) -> None:
     """Give this rank's parts of tensors that are kept apart their values from whole ones."""
     own = OwnParts(state, optimizers)
-    for name, owners in answering(state, optimizers, world).items():
-        if name in state.apart and name in values:
+    for name in state.apart:
+        if name in values:
             flat = values[name].detach().reshape(-1)
-            for shard in owners:
-                if shard.rank == rank:
-                    own.write(shard, flat[shard.start : shard.stop])
+            for shard in own.of(name):
+                own.write(shard, flat[shard.start : shard.stop])
 
 
 def hand_out_apart(
@@ -78,6 +75,7 @@ def hand_out_apart(
     parts = [shard for name in names for shard in owners[name]]
     order = [parts if rank == 0 else [] for rank in range(communicator.world_size)]
     arrived: dict[int, torch.Tensor] = {}
+    mine = {(shard.param, shard.start, shard.stop) for name in names for shard in own.of(name)}
 
     def give(shard: Shard) -> torch.Tensor:
         whole = values[shard.param].to(state.dtype(shard.param))
@@ -85,7 +83,7 @@ def hand_out_apart(
 
     def place(_: int, number: int) -> torch.Tensor | None:
         shard = parts[number]
-        if shard.rank != communicator.rank:
+        if (shard.param, shard.start, shard.stop) not in mine:
             return None
         if number not in arrived:
             arrived[number] = torch.empty(shard.numel, dtype=state.dtype(shard.param), device=device)

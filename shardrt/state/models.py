@@ -102,16 +102,17 @@ def answering(
     Trained parameters: whoever steps them. Other parameters: whole, spread evenly. Buffers: the first rank, since they
     may differ between ranks (running statistics) and a mixture would be nobody's.
     """
-    owners: dict[torch.Tensor, tuple[Shard, ...]] = {}
+    owners: dict[torch.Tensor, list[tuple[Shard, int]]] = {}
     load = [0] * world_size
     for optimizer in optimizers:
         for name, tensor in optimizer.named().items():
-            owners[tensor] = optimizer.plan.partition.by_param[name]
+            shards = optimizer.plan.partition.by_param[name]
+            owners[tensor] = [(shard, optimizer.rank_of(shard)) for shard in shards]
     found: dict[str, tuple[Shard, ...]] = {}
     left: list[str] = []
     for name, tensor in state.tensors.items():
         if tensor in owners:
-            found[name] = tuple(Shard(name, shard.start, shard.stop, shard.rank) for shard in owners[tensor])
+            found[name] = tuple(Shard(name, shard.start, shard.stop, rank) for shard, rank in owners[tensor])
             for shard in found[name]:
                 load[shard.rank] += shard.numel * tensor.element_size()
         elif name in state.buffers:
@@ -142,6 +143,10 @@ class OwnParts:
                 name = names.get(id(whole[shard.param]))
                 if name is not None:
                     self._kept[name, shard.start, shard.stop] = stepped
+
+    def of(self, name: str) -> list[Shard]:
+        """This rank's shards of a tensor that is kept apart, whether it answers for them or not."""
+        return [Shard(name, start, stop, -1) for key, start, stop in self._kept if key == name]
 
     def read(self, shard: Shard) -> torch.Tensor:
         """The values of one of this rank's shards, flat."""

@@ -77,7 +77,9 @@ def stored_names(optimizer: ManagedOptimizer, models: Iterable[torch.nn.Module] 
 
 
 def own_state(optimizer: ManagedOptimizer, names: Mapping[str, str]) -> list[ShardState]:
-    """What this rank keeps, in the order of its shards; tensors are the optimizer's own, not copies."""
+    """What this rank keeps and answers for, in the order of its shards; tensors are the optimizer's own, not copies."""
+    if not optimizer.answers:
+        return []
     shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.named().items()}
     kept = optimizer.local_state()
     return [
