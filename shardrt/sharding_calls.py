@@ -142,7 +142,8 @@ class ShardingCalls:
                     )
                     if writeback:
                         stack.callback(optimizer.spread_parameters)
-                    stack.callback(setattr, optimizer, "summoned", optimizer.summoned)
-                    optimizer.summoned = True
+                    followers = optimizer.followers
+                    stack.callback(setattr, followers, "summoned", followers.summoned)
+                    followers.summoned = True
                     stack.enter_context(summon)
             yield

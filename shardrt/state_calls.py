@@ -16,7 +16,7 @@ from shardrt.optim.lone import LoneOptimizer
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard
 from shardrt.protocols import Communicator, ControlChannel
-from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state, torch_groups
+from shardrt.state.full import check_torch_state, full_optimizer_state, slice_torch_state, steps_in, torch_groups
 from shardrt.state.gathering import hand_out_apart, whole_model, write_whole
 from shardrt.state.handing_out import hand_out_model, hand_out_optimizer
 from shardrt.state.kinds import StateKind
@@ -289,7 +289,7 @@ class StateCalls:
                 by_param = check_torch_state(optimizer, state)
                 options = [_options_of(group) for group in state["param_groups"]]
                 taken = slice_torch_state(optimizer, by_param) if not rank0_only else {}
-                steps = _steps_in(by_param)
+                steps = steps_in(by_param)
             if not rank0_only:
                 fields["group options"] = Field(
                     value=comparable([dict(group) for group in options or ()]),
@@ -426,13 +426,6 @@ def _check_mapping(state: object) -> None:
         raise StateError(
             f"a state dict is a mapping, got {type(state).__name__}; on ranks without one pass rank0_only=True"
         )
-
-
-def _steps_in(state: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """How many updates the optimizer had made, where its state tells."""
-    counts = [values["step"] for values in state.values() if "step" in values]
-    found = [int(count) for count in counts if isinstance(count, (int, float, torch.Tensor))]
-    return max(found, default=None)
 
 
 def _in_its_form(runtime: weakref.ref[StateCalls]) -> Callable[..., None]:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
-import attrs
 import torch
 
 from shardrt.comm.waiting import start_and_wait
@@ -17,6 +16,7 @@ from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers
+from shardrt.optim.carrying import Carried, carried_by, carry_on, forget, spread_parameters
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -28,11 +28,11 @@ from shardrt.optim.gradients import (
 )
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.params import NamedParam
+from shardrt.optim.placing import place_owned_shards
 from shardrt.optim.readers import UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
-from shardrt.optim.slots import frozen_shard
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Work
 from shardrt.timeline import Timeline
@@ -118,7 +118,7 @@ class BucketEngine:
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._place_owned_shards(params)
+        place_owned_shards(owned, params, self._buckets, self._still)
         if gradients != "reduced":
             self._install_hooks()
 
@@ -217,36 +217,15 @@ class BucketEngine:
 
     def carried(self) -> Carried:
         """What was reduced since ``zero_grad``, where that is the only trace of gradients."""
-        found = Carried()
-        for bucket in self._buckets:
-            if bucket.accumulated is None:
-                continue
-            for slot, there in zip(bucket.buffers.slots, bucket.accumulated.tolist(), strict=True):
-                found.present[slot.param.name] = int(there)
-            for _, owned in bucket.owned:
-                assert owned.gradient is not None
-                found.gradients[owned.shard] = owned.gradient
-        return found
+        return carried_by(self._buckets)
 
     def carry_on(self, earlier: Carried) -> None:
         """Go on from what buckets that were laid out otherwise had reduced."""
-        for bucket in self._buckets if earlier.present else ():
-            flags = [earlier.present.get(slot.param.name, 0) for slot in bucket.buffers.slots]
-            bucket.accumulated = torch.tensor(flags, dtype=torch.int8, device=bucket.present.device)
-            for _, owned in bucket.owned:
-                assert owned.gradient is not None
-                before = earlier.gradients.get(owned.shard)
-                owned.gradient.zero_() if before is None else owned.gradient.copy_(before)
+        carry_on(self._buckets, earlier)
 
     def forget_gradients(self, *, keep_zeros: bool = False) -> None:
         """Drop what was reduced, where that is the only trace of gradients."""
-        for bucket in self._buckets:
-            if bucket.accumulated is None:
-                continue
-            if keep_zeros and bucket.buffers.reduced is not None:
-                bucket.buffers.reduced.zero_()
-            else:
-                bucket.accumulated = None
+        forget(self._buckets, keep_zeros=keep_zeros)
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()
@@ -412,15 +391,7 @@ class BucketEngine:
 
     def spread_parameters(self) -> None:
         """Gather whole parameters that stay from shards that are apart from them."""
-        apart = [buffers for buffers in self.every_buffers() if buffers.shard_is_apart and buffers.residence.params]
-
-        def gather(buffers: BucketBuffers) -> Work:
-            buffers.load_own_run()
-            gathering = self._gather_communicator.all_gather(buffers.params, buffers.bucket.splits)
-            return FollowedWork([gathering], then=buffers.store_staged)
-
-        start_and_wait(gather, apart)
-        torch.autograd.graph.increment_version([slot.param.tensor for one in apart for slot in one.slots])
+        spread_parameters(self.every_buffers(), self._gather_communicator)
 
     def every_buffers(self) -> list[BucketBuffers]:
         """Of trained and of frozen buckets."""
@@ -445,33 +416,6 @@ class BucketEngine:
             hook.remove()
         self.hooks.clear()
 
-    def _place_owned_shards(self, params: Mapping[str, NamedParam]) -> None:
-        for owned in self.owned.values():
-            owned.slot = owned.gradient = None
-        for bucket in self._buckets:
-            buffers = bucket.buffers
-            for index, slot in enumerate(buffers.slots):
-                for offset, shard in slot.offsets:
-                    mine = self.owned.get(shard)
-                    if mine is None:
-                        continue
-                    mine.slot = slot
-                    _put(mine, buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
-                    if buffers.reduced is not None:
-                        mine.gradient = buffers.reduced_gradient_of(slot, offset, shard)
-                    bucket.owned.append((index, mine))
-        for buffers in self._still:
-            for slot in buffers.slots:
-                for offset, shard in slot.offsets:
-                    if shard in self.owned:
-                        self.owned[shard].stepped.grad = None
-                        _put(self.owned[shard], buffers.shard_of(slot, offset, shard), keeps=buffers.shard_is_apart)
-        still = {name for buffers in self._still for name in buffers.bucket.params}
-        for owned in self.owned.values():
-            if owned.slot is None and owned.shard.param not in still:
-                owned.stepped.grad = None
-                owned.stepped.data = frozen_shard(owned.shard, params[owned.shard.param])
-
     def _install_hooks(self) -> None:
         for index, bucket in enumerate(self._buckets):
             for slot in bucket.buffers.slots:
@@ -482,22 +426,6 @@ class BucketEngine:
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
-
-
-def _put(owned: OwnedShard, place: torch.Tensor, *, keeps: bool) -> None:
-    """Let a shard live in a bucket. It ``keeps`` its values where they count; else they are there already."""
-    if keeps:
-        place.copy_(owned.stepped.detach())
-    owned.stepped.data = place
-
-
-@attrs.define(kw_only=True, eq=False)
-class Carried:
-    """Reduced gradients on their way from one layout of buckets to the next."""
-
-    present: dict[str, int] = attrs.field(factory=dict)
-    """By parameter: whether any rank had a gradient."""
-    gradients: dict[Shard, torch.Tensor] = attrs.field(factory=dict)
 
 
 class _Reading:

@@ -26,7 +26,7 @@ class ScalingOptimizer(UnevenOptimizer):
                 arguments = {"inverse_scale": inverse_scale.item(), "allow_fp16": allow_fp16}
                 self.announcer.announce("unscale", self, anew=self.begins_anew(), **arguments)
             self._notice_changes()
-            engine = self._ready_engine
+            engine = self.engine
             self._unscale_shards(engine.reduced_gradients(), inverse_scale, found_inf, allow_fp16)
             if found_inf.item():
                 engine.forget_reduction()  # the scaler is going to skip this step
@@ -60,4 +60,4 @@ class ScalingOptimizer(UnevenOptimizer):
         raise NotImplementedError
 
     def _gradient_versions(self) -> list[tuple[int, int]]:
-        raise NotImplementedError
+        return [(id(t.grad), -1 if t.grad is None else t.grad._version) for t in self._tensors]

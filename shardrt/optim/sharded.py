@@ -16,13 +16,15 @@ from shardrt.optim.amp import teach_grad_scaler
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
+from shardrt.optim.followers import Followers, call_if_alive, remove_hooks
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.mesh import Mesh
-from shardrt.optim.params import NamedGroup, check_no_aliases, parameter_for, read_groups
+from shardrt.optim.params import NamedGroup, check_no_aliases, read_groups
+from shardrt.optim.placing import owned_shards
 from shardrt.optim.planner import Planner
-from shardrt.optim.residence import OWN_PRECISION, RESIDENT, PrecisionOf, Residence, own_precision
+from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
@@ -64,34 +66,25 @@ class ShardedOptimizer(ScalingOptimizer):
         """Which whole buffers stay in memory between their uses."""
         self._precision = precision
         self._initial_shards = shards or {}
-        self.rebuilt: Callable[[BucketEngine], None] | None = None
-        """Called when the buckets were laid out anew."""
-        self.rebuilding: Callable[[], None] | None = None
-        """Called before that: parameters that can go must be away."""
-        self.renewed: Callable[[], None] | None = None
-        """Called when shards have new values: whole parameters that were gathered before are old."""
-        self.summoned = False
-        """Whether whole parameters are lent to somebody outside forward and backward."""
+        self.followers = Followers()
         self._gather_communicator = gather_communicator
         self._replicas = replicas
         self._everybody = everybody or communicator
         self.mesh = mesh
         teach_grad_scaler()
-        self._leaves_gradients = False
-        self._retired = False
+        self._leaves_gradients = self._retired = False
         self._frozen: list[str] = []
         self._taken: list[dict[str, Any]] | None = None
         self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
         self._hooked: HookResults | None = None
-        self._left = None
         self.attendance = Attendance()
-        self.announcer = self.attached_to = self.watch = None
+        self._left = self.announcer = self.attached_to = self.watch = None
         early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
         if early and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
-            self.watch = BackwardWatch(lambda bucket: _call(bucket_ready, bucket))
-            self.watch.afterwards = lambda: _call(afterwards)
+            self.watch = BackwardWatch(lambda bucket: call_if_alive(bucket_ready, bucket))
+            self.watch.afterwards = lambda: call_if_alive(afterwards)
         self.gradients = gradients
         self._communicator = communicator
         self._schedule = schedule
@@ -102,7 +95,7 @@ class ShardedOptimizer(ScalingOptimizer):
             planner.optimizer_class, [(group.options, self._own_shards_of(group)) for group in groups], defaults
         )
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, remove_hooks, self._hooks)
         self._engine: BucketEngine | None = None
         super().__init__([group.as_torch() for group in groups], dict(self._local.inner.defaults))
         for index, group in enumerate(self.param_groups):
@@ -126,19 +119,18 @@ class ShardedOptimizer(ScalingOptimizer):
             self._check_ready()
             self._notice_changes()
             if self._steps == 0 and self.updates_early:  # see Note [The first step is late]
-                for bucket in range(self._ready_engine.bucket_count):
-                    self._ready_engine.reduce(bucket)
-            self._schedule.step(self._ready_engine)
+                for bucket in range(self.engine.bucket_count):
+                    self.engine.reduce(bucket)
+            self._schedule.step(self.engine)
             self._step_thawed()
-            self._ready_engine.step_done()
+            self.engine.step_done()
             # Not bucket by bucket: each starts from the options as they were, so that a count which the optimizer
             # keeps in its groups goes up once per step.
             self._local.give_options(self.param_groups)
             if self.watch is not None:
                 self.watch.rounds = 0
             self._taken = None
-            if self.renewed is not None:
-                self.renewed()
+            self.followers.renewed()
         if self._spans is not None:
             self._spans.step(started, self._steps)
         self._finished(started)
@@ -153,7 +145,7 @@ class ShardedOptimizer(ScalingOptimizer):
         if self.watch is not None:
             self.watch.check_complete()
         if self.updates_early:
-            self._ready_engine.check_gradients()
+            self.engine.check_gradients()
             if self._taken is not None and options_of(self._taken) != options_of(self.param_groups):
                 raise OptimizerError(
                     f"options of a parameter group (the learning rate, say) were changed between backward and step(), "
@@ -165,8 +157,8 @@ class ShardedOptimizer(ScalingOptimizer):
         """Clear the gradients, and a reduction of them that clipping has made."""
         super().zero_grad(set_to_none=set_to_none)
         self._left = None
-        self._ready_engine.forget_reduction()
-        self._ready_engine.forget_gradients(keep_zeros=not set_to_none)
+        self.engine.forget_reduction()
+        self.engine.forget_gradients(keep_zeros=not set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters to train; owners of the earlier ones do not change. Every rank must call it."""
@@ -195,7 +187,7 @@ class ShardedOptimizer(ScalingOptimizer):
         self._refuse_when_updated_early("gradients cannot be clipped by what is known only afterwards")
         with self._runtime.telling_peers():
             self._notice_changes()
-            shards = self._ready_engine.reduced_gradients(wanted)
+            shards = self.engine.reduced_gradients(wanted)
         if self.gradients != "reduced":
             return shards, shards
         tensors = (param.tensor for param in self._params.values())
@@ -256,13 +248,13 @@ class ShardedOptimizer(ScalingOptimizer):
 
     def retire(self) -> None:
         """Stop listening to backward: another optimizer has been made for these parameters."""
-        self._ready_engine.remove_hooks()
-        self._ready_engine.settle()
+        self.engine.remove_hooks()
+        self.engine.settle()
         self._retired = True
 
     def finish(self) -> None:
         """Wait for gathers that were left to whoever reads the parameters."""
-        self._ready_engine.finish_reads()
+        self.engine.finish_reads()
 
     def named(self) -> dict[str, torch.Tensor]:
         """The whole parameters by their names, in order."""
@@ -285,9 +277,8 @@ class ShardedOptimizer(ScalingOptimizer):
     def spread_parameters(self) -> None:
         """The shards have new values: where whole parameters stay and are apart from them, these follow."""
         with self._runtime.telling_peers(), torch.no_grad():
-            self._ready_engine.spread_parameters()
-            if self.renewed is not None:
-                self.renewed()
+            self.engine.spread_parameters()
+            self.followers.renewed()
 
     def _local_optimizer(self) -> torch.optim.Optimizer:
         return self._local.inner
@@ -295,26 +286,21 @@ class ShardedOptimizer(ScalingOptimizer):
     @property
     def engine(self) -> BucketEngine:
         """The buckets as they are laid out now."""
-        return self._ready_engine
-
-    @property
-    def _ready_engine(self) -> BucketEngine:
         assert self._engine is not None
         return self._engine
 
     def _own_shards_of(self, group: NamedGroup) -> list[torch.nn.Parameter]:
-        found = []
-        for param in group.params:
-            for shard in self.plan.partition.by_param[param.name]:
-                if shard.rank == self._communicator.rank:
-                    residence = self.residence
-                    lower = self._precision(param.name) != OWN_PRECISION
-                    apart = not residence.params or residence.offload or lower
-                    values = self._initial_shards.get(shard)
-                    owned = OwnedShard(shard=shard, stepped=parameter_for(param, shard, apart=apart, values=values))
-                    self._owned[shard] = owned
-                    found.append(owned.stepped)
-        return found
+        found = owned_shards(
+            group.params,
+            self.plan.partition,
+            self._communicator.rank,
+            residence=self.residence,
+            precision=self._precision,
+            values=self._initial_shards,
+        )
+        mine = {owned.shard: owned for owned in found}
+        self._owned |= mine
+        return [owned.stepped for owned in mine.values()]
 
     def _build_engine(self) -> None:
         carried = None
@@ -323,8 +309,7 @@ class ShardedOptimizer(ScalingOptimizer):
             self._engine.settle()
             if not self.updates_early:  # else it has been stepped with
                 carried = self._engine.carried()
-            if self.rebuilding is not None:
-                self.rebuilding()
+            self.followers.rebuilding()
         self._engine = BucketEngine(
             self.plan,
             self._params,
@@ -352,8 +337,7 @@ class ShardedOptimizer(ScalingOptimizer):
         self._hooks[:] = self._engine.hooks
         self._tensors = [param.tensor for param in self._params.values()]
         self._trained = [spec.trainable for spec in self.plan.params]
-        if self.rebuilt is not None:
-            self.rebuilt(self._engine)
+        self.followers.rebuilt(self._engine)
         self._runtime.plan_built(self.plan)
 
     def _settings(self) -> dict[str, Any]:
@@ -376,13 +360,13 @@ class ShardedOptimizer(ScalingOptimizer):
                 if self.updates_early:
                     self._taken = [{key: group[key] for key in group if key != "params"} for group in self.param_groups]
                 self._note_frozen()
-                self._ready_engine.finish_reads()
-                self._ready_engine.follow_moved_parameters()
-            self._ready_engine.renew(bucket)
+                self.engine.finish_reads()
+                self.engine.follow_moved_parameters()
+            self.engine.renew(bucket)
             if isinstance(self._schedule, OverlappingSchedule) and not (self._steps == 0 and self.updates_early):
-                self._schedule.bucket_ready(self._ready_engine, bucket)
+                self._schedule.bucket_ready(self.engine, bucket)
             else:  # see Note [The first step is late]; or gradients that do not stay until the step
-                self._ready_engine.reduce(bucket)
+                self.engine.reduce(bucket)
 
     def _after_backward(self) -> None:
         if self._spans is not None and self.watch is not None:
@@ -391,9 +375,6 @@ class ShardedOptimizer(ScalingOptimizer):
             self._left = self._gradient_versions()
         if self.step_after_backward:
             self.step()
-
-    def _gradient_versions(self) -> list[tuple[int, int]]:
-        return [(id(t.grad), -1 if t.grad is None else t.grad._version) for t in self._tensors]
 
     def _update_shards(self, owned: Sequence[OwnedShard] | None) -> None:
         started = time.perf_counter()
@@ -415,7 +396,7 @@ class ShardedOptimizer(ScalingOptimizer):
 
     def _notice_changes(self) -> None:
         self._note_frozen()
-        self._ready_engine.finish_reads()
+        self.engine.finish_reads()
         if self._left is not None and self._left != self._gradient_versions():
             raise OptimizerError(
                 "gradients were changed after DDP's backward, when their reduction had started; clip with "
@@ -423,7 +404,7 @@ class ShardedOptimizer(ScalingOptimizer):
             )
         if not self.updates_early:
             self._follow_freezing()
-        self._ready_engine.follow_moved_parameters()
+        self.engine.follow_moved_parameters()
         if self.gradients == "reduced" and not self._checked_gradients:
             agree_on_values(
                 self._runtime,
@@ -443,7 +424,7 @@ class ShardedOptimizer(ScalingOptimizer):
         if self.gradients == "reduced":
             trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
         else:
-            idle = self._ready_engine.idle()
+            idle = self.engine.idle()
             trained = [
                 tensor.requires_grad or (was and tensor not in idle)
                 for tensor, was in zip(self._tensors, self._trained, strict=True)
@@ -465,7 +446,7 @@ class ShardedOptimizer(ScalingOptimizer):
             return
         stepped = {tensor for tensor, was in zip(self._tensors, self._trained, strict=True) if was}
         if self._follow_freezing():
-            engine = self._ready_engine
+            engine = self.engine
             engine.skip(stepped)
             start_and_wait(engine.reduce, range(engine.bucket_count))
             engine.update()
@@ -476,14 +457,3 @@ class ShardedOptimizer(ScalingOptimizer):
 # Note [The first step is late]: whether a loop clips, scales its loss or accumulates without no_sync is seen only when
 # it does so, after its first backward. A schedule that updates inside backward would have changed parameters by then.
 # So in the first iteration it only reduces there, and a loop it cannot serve is refused with nothing changed.
-
-
-def _call(method: weakref.WeakMethod[Any], *arguments: int) -> None:
-    alive = method()
-    if alive is not None:
-        alive(*arguments)
-
-
-def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()

@@ -31,18 +31,19 @@ class UnevenOptimizer(ScaledOptimizer):
         raise NotImplementedError
 
     @property
-    def _ready_engine(self) -> BucketEngine:
+    def engine(self) -> BucketEngine:
+        """The buckets as they are laid out now."""
         raise NotImplementedError
 
     def begins_anew(self) -> bool:
         """Whether what comes next has to reduce the gradients, since nothing has yet, or it was dropped."""
         # Where buckets are updated inside backward a thread is at work on them: what it has done by now says nothing.
-        return not self.updates_early and not self._ready_engine.reducing
+        return not self.updates_early and not self.engine.reducing
 
     def follow_peers(self, *, anew: bool) -> None:
         """Peers have dropped what they had reduced, if they had: so does this rank."""
         if anew:
-            self._ready_engine.forget_reduction()
+            self.engine.forget_reduction()
 
     def run_out(self) -> None:
         """This rank has no more inputs: from now on it takes part without gradients. Those it has are dropped."""

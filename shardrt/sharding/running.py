@@ -42,9 +42,9 @@ class UnitRunner:
         self._take_over(optimizer.engine)
         # Weak: the optimizer's hooks on parameters live as long as these.
         runner = weakref.ref(self)
-        optimizer.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
-        optimizer.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
-        optimizer.renewed = lambda: _with(runner, UnitRunner.put_all_away)
+        optimizer.followers.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
+        optimizer.followers.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
+        optimizer.followers.renewed = lambda: _with(runner, UnitRunner.put_all_away)
         self.handles = [
             handle
             for number, unit in enumerate(units)
@@ -110,7 +110,7 @@ class UnitRunner:
 
     def _refuse_summoned(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is not None and optimizer.summoned:
+        if optimizer is not None and optimizer.followers.summoned:
             raise StateError(
                 "a forward inside rt.summon_full_params: units would be put away under whoever looks at them; leave "
                 "the block first"

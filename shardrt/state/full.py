@@ -218,3 +218,10 @@ def _part(
     placed = torch.empty_like(stepped, dtype=dtype, requires_grad=False)  # in the parameter's own order of elements
     placed.copy_(part)
     return placed
+
+
+def steps_in(state: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """How many updates the optimizer had made, where its state tells."""
+    counts = [values["step"] for values in state.values() if "step" in values]
+    found = [int(count) for count in counts if isinstance(count, (int, float, torch.Tensor))]
+    return max(found, default=None)

@@ -173,7 +173,7 @@ def reading_order() -> list[list[int]]:
         for step in range(4):
             model(batch(step, rt.rank)).pow(2).mean().backward()
             opt.step()
-            order = opt._ready_engine._reading._order  # type: ignore[attr-defined]
+            order = opt.engine._reading._order  # type: ignore[attr-defined]
             places.append([list(order).index(bucket) for bucket in read])
             opt.zero_grad()
     return places

@@ -174,6 +174,10 @@ def run_check(
         return [f"negotiation refuses {', '.join(dtypes)}: {refusal}"]
 
 
+_MEETING_SECONDS = 20.0
+"""How long ranks have to find one another on a busy machine, however little a check lets them wait afterwards."""
+
+
 class Refused(Exception):
     """Negotiation said that there is no fallback: allowed, as long as it says so before anything runs."""
 
@@ -191,4 +195,6 @@ def _control(rank: int, world_size: int, timeout: float, process_group: Any) -> 
     if world_size == 1:
         return LocalControl()
     store = rank_store() if process_group is None else process_group.get_group_store()
-    return StoreControl(store, rank=rank, world_size=world_size, timeout=timeout)
+    made = StoreControl(store, rank=rank, world_size=world_size, timeout=max(timeout, _MEETING_SECONDS))
+    made.timeout = timeout
+    return made

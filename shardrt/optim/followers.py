@@ -1,0 +1,40 @@
+"""Whoever follows what an optimizer does, and how to be called without being kept alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+if TYPE_CHECKING:
+    from shardrt.optim.engine import BucketEngine
+
+
+@attrs.define(kw_only=True, eq=False)
+class Followers:
+    """What a sharded module wants to hear of its optimizer."""
+
+    rebuilding: Callable[[], None] = lambda: None
+    """Before buckets are laid out anew: parameters that can go must be away."""
+    rebuilt: Callable[[BucketEngine], None] = lambda engine: None
+    """Afterwards."""
+    renewed: Callable[[], None] = lambda: None
+    """Shards have new values: whole parameters that were gathered before are old."""
+    summoned: bool = False
+    """Whether whole parameters are lent to somebody outside forward and backward."""
+
+
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: int) -> None:
+    """Call a method of an object that may be gone."""
+    alive = method()
+    if alive is not None:
+        alive(*arguments)
+
+
+def remove_hooks(hooks: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    """Take hooks off what they hang on."""
+    for hook in hooks:
+        hook.remove()
