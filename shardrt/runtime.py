@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +18,6 @@ import shardrt
 from shardrt.checkpoint.saving import Saver
 from shardrt.choosing import Chosen, choose
 from shardrt.comm.membership import default_device_type, end_group, find_membership, start_group
-from shardrt.comm.negotiate import negotiate
 from shardrt.comm.traffic import Traffic
 from shardrt.comm.watching import watched
 from shardrt.config import RuntimeConfig
@@ -34,19 +32,20 @@ from shardrt.optim.build import build_optimizer
 from shardrt.optim.engine import Gradients
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Plan
-from shardrt.protocols import Communicator, Group
+from shardrt.protocols import Communicator
 from shardrt.registry import load_registry
 from shardrt.sharding.running import UnitRunner
 from shardrt.sharding_calls import ShardingCalls
 from shardrt.state.kinds import StateKind
 from shardrt.state_calls import StateCalls
 from shardrt.timeline.recording import Recording, timeline_directory
+from shardrt.wiring import WiringCalls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
+class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls, WiringCalls):
     """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
 
     ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.
@@ -321,58 +320,6 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
         self.log.debug("plan.built", partitioner=plan.partitioner, fingerprint=plan.fingerprint)
         self.registry.hook.shardrt_plan_built(runtime=self, plan=plan)
 
-    def negotiate(self, dtypes: Iterable[str]) -> Communicator:
-        """A communicator that carries these dtypes, with fallbacks where the backend needs them."""
-        if self.world_size == 1:
-            return self._communicator
-        # Besides the parameters, single bytes (which gradients there are) and norms travel.
-        travelling = tuple(sorted({*dtypes, "int8", "float32"}))
-        if travelling not in self._negotiated:
-            self._negotiated[travelling] = negotiate(self._communicator, dtypes=travelling)
-        return self._negotiated[travelling]
-
-    def open_communicator(self, dtypes: Iterable[str]) -> Communicator | None:
-        """A communicator for operations with an order of their own: one optimizer's, or one kind of its operations.
-
-        None where the backend runs one communicator at a time.
-        """
-        if self._communicator.capabilities.concurrent:
-            before = len(self._opened)
-            made = self._make_communicator()
-            if len(self._opened) > before:
-                return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
-        return None
-
-    def open_among(self, groups: Sequence[Sequence[int]], dtypes: Iterable[str]) -> Communicator:
-        """A communicator of the group that this rank is in, for operations with an order of their own."""
-        group = next(one for one in groups if self.rank in one)
-        control = self._control.among(groups)
-        process_group = None
-        if self._process_group is not None:
-            ranks = [[dist.get_global_rank(self._process_group, rank) for rank in one] for one in groups]
-            limit = timedelta(seconds=self.timeout)
-            process_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=limit)  # type: ignore[no-untyped-call]
-        factory = self._chosen.make_communicator
-        if len(group) == 1:
-            factory = self.registry.backends.get(self.device_type, "null").factory
-        made = factory(
-            Group(
-                rank=list(group).index(self.rank),
-                world_size=len(group),
-                device_type=self.device_type,
-                timeout=self.timeout,
-                control=control,
-                process_group=process_group,
-                number=self._control.number * _COMMUNICATORS + len(self._opened),
-                timeline=self.timeline,
-                flight=self.flight,
-            )
-        )
-        self._opened.append(made)
-        if len(group) == 1:
-            return made
-        return negotiate(made, dtypes=sorted({*dtypes, "int8", "float32"}))
-
     def _rank_failed(self, rank: int, error: str) -> None:
         if hasattr(self, "registry"):
             self.registry.hook.shardrt_rank_failed(runtime=self, rank=rank, error=error)
@@ -421,31 +368,9 @@ class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
         self._owns_group = started is not None
         return started
 
-    def _make_communicator(self) -> Communicator:
-        made = self._chosen.make_communicator(
-            Group(
-                rank=self.rank,
-                world_size=self.world_size,
-                device_type=self.device_type,
-                timeout=self.timeout,
-                control=self._control,
-                process_group=self._process_group,
-                number=self._control.number * _COMMUNICATORS + len(self._opened),
-                timeline=self.timeline,
-                flight=self.flight,
-            )
-        )
-        if made not in self._opened:
-            self._opened.append(made)
-        return made
-
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this runtime is closed; make a new one")
-
-
-_COMMUNICATORS = 4096
-"""Numbers that one runtime's communicators have before those of the next begin."""
 
 
 def _seconds(timeout: float) -> float:

@@ -21,6 +21,7 @@ from shardrt.optim.reach import check_shardable, reach_of
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.optim.uses import check_uses
+from shardrt.optim.wires import Wires
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, OverlappingSchedule, Partitioner
 
@@ -88,25 +89,13 @@ def build_optimizer(
         if runtime.world_size == 1 and precision is own_precision and not residence.offload:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
-        replicas = everybody = None
-        if mesh is None:
-            communicator, gather_communicator = _communicators(runtime, dtypes, residence)
-        else:
-            communicator = runtime.open_among(mesh.groups, dtypes)
-            gather_communicator = None if residence.params else runtime.open_among(mesh.groups, dtypes)
-            replicas = runtime.open_among(mesh.replica_groups, dtypes)
-            everybody = runtime.open_communicator(dtypes) or runtime.negotiate(dtypes)
         return ShardedOptimizer(
             runtime,
             planner,
             plan,
             groups,
             defaults,
-            communicator=communicator,
-            gather_communicator=gather_communicator,
-            replicas=replicas,
-            everybody=everybody,
-            mesh=mesh,
+            wires=_wires(runtime, dtypes, residence, mesh),
             schedule=runtime.schedule,
             gradients=gradients,
             residence=residence,
@@ -123,6 +112,19 @@ def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:
         for other in runtime.living_optimizers():
             if isinstance(other, ShardedOptimizer) and tensors & other.trained():
                 other.retire()
+
+
+def _wires(runtime: Runtime, dtypes: set[str], residence: Residence, mesh: Mesh | None) -> Wires:
+    if mesh is None:
+        shared, gathers = _communicators(runtime, dtypes, residence)
+        return Wires(shared=shared, gathers=gathers)
+    return Wires(
+        shared=runtime.open_among(mesh.groups, dtypes),
+        gathers=None if residence.params else runtime.open_among(mesh.groups, dtypes),
+        replicas=runtime.open_among(mesh.replica_groups, dtypes),
+        everybody=runtime.open_communicator(dtypes) or runtime.negotiate(dtypes),
+        mesh=mesh,
+    )
 
 
 def _communicators(

@@ -20,7 +20,6 @@ from shardrt.optim.followers import Followers, call_if_alive, remove_hooks
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
-from shardrt.optim.mesh import Mesh
 from shardrt.optim.params import NamedGroup, check_no_aliases, read_groups
 from shardrt.optim.placing import owned_shards
 from shardrt.optim.planner import Planner
@@ -28,8 +27,9 @@ from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precis
 from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
+from shardrt.optim.wires import Wires
 from shardrt.plan import Plan, Shard
-from shardrt.protocols import Communicator, OverlappingSchedule, Schedule
+from shardrt.protocols import OverlappingSchedule, Schedule
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -50,11 +50,7 @@ class ShardedOptimizer(ScalingOptimizer):
         groups: Sequence[NamedGroup],
         defaults: Mapping[str, Any],
         *,
-        communicator: Communicator,
-        gather_communicator: Communicator | None,
-        replicas: Communicator | None = None,
-        everybody: Communicator | None = None,
-        mesh: Mesh | None = None,
+        wires: Wires,
         schedule: Schedule,
         gradients: Gradients,
         residence: Residence = RESIDENT,
@@ -67,10 +63,7 @@ class ShardedOptimizer(ScalingOptimizer):
         self._precision = precision
         self._initial_shards = shards or {}
         self.followers = Followers()
-        self._gather_communicator = gather_communicator
-        self._replicas = replicas
-        self._everybody = everybody or communicator
-        self.mesh = mesh
+        self._wires, self._everybody, self.mesh = wires, wires.everybody, wires.mesh
         teach_grad_scaler()
         self._leaves_gradients = self._retired = False
         self._frozen: list[str] = []
@@ -86,7 +79,6 @@ class ShardedOptimizer(ScalingOptimizer):
             self.watch = BackwardWatch(lambda bucket: call_if_alive(bucket_ready, bucket))
             self.watch.afterwards = lambda: call_if_alive(afterwards)
         self.gradients = gradients
-        self._communicator = communicator
         self._schedule = schedule
         self._params = {param.name: param for group in groups for param in group.params}
         self._owned: dict[Shard, OwnedShard] = {}
@@ -293,7 +285,7 @@ class ShardedOptimizer(ScalingOptimizer):
         found = owned_shards(
             group.params,
             self.plan.partition,
-            self._communicator.rank,
+            self._wires.shared.rank,
             residence=self.residence,
             precision=self._precision,
             values=self._initial_shards,
@@ -313,14 +305,14 @@ class ShardedOptimizer(ScalingOptimizer):
         self._engine = BucketEngine(
             self.plan,
             self._params,
-            self._communicator,
+            self._wires.shared,
             gradients=self.gradients,
             owned=self._owned,
             update=self._update_shards,
             read_failed=self._runtime.report_failure,
-            gather_communicator=self._gather_communicator,
-            replicas=self._replicas,
-            everybody=self._everybody,
+            gather_communicator=self._wires.gathers,
+            replicas=self._wires.replicas,
+            everybody=self._wires.everybody,
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,

@@ -36,7 +36,7 @@ LAYERS = (
     ("interchange",),
     ("joining",),
     ("sharding",),
-    ("loop", "state_calls", "keeping", "sharding_calls"),
+    ("loop", "state_calls", "keeping", "sharding_calls", "wiring"),
     ("runtime",),
     ("compat",),
     ("hearing", "torchrun"),
