@@ -44,27 +44,40 @@ def test(arguments: list[str]) -> int:
     return lint([]) or in_two_halves("-m", "not long")
 
 
+HALVES = {"ranks": ["tests/ranks"], "beside": ["tests/meta", "tests/plugins", "tests/unit"]}
+
+
 def in_two_halves(*arguments: str) -> int:
     """Run the tests in two processes: those of real ranks wait for one another much of the time.
 
-    What the second one has to say is printed when the first has ended.
+    What the second one has to say is printed when the first has ended. Tests that failed are run once more, with
+    nothing beside them: two halves are much for a small machine, and some tests are about how long waits take. Whatever
+    fails twice fails.
     """
-    pytest = [str(BIN / "python"), "-m", "pytest", *arguments]
-    halves = [["tests/ranks"], [f"tests/{name}" for name in ("meta", "plugins", "unit")]]
+    commands = {name: _pytest(name, *arguments) for name in HALVES}
     with tempfile.TemporaryFile() as said:
-        beside = subprocess.Popen(
-            [*pytest, "-o", "cache_dir=.pytest_cache/beside", *halves[1]], cwd=ROOT, stdout=said, stderr=said
-        )
+        beside = subprocess.Popen(commands["beside"], cwd=ROOT, stdout=said, stderr=said)
         try:
-            code = run(*pytest, *halves[0])
-            code = beside.wait() or code
+            codes = {"ranks": run(*commands["ranks"]), "beside": beside.wait()}
         finally:
             beside.terminate()
         said.seek(0)
         sys.stdout.flush()
         shutil.copyfileobj(said, sys.stdout.buffer)
         sys.stdout.flush()
-    return code
+    for name, code in codes.items():
+        if code == 1:  # some tests failed; any other code is another trouble
+            print(f"\nonce more, alone: what failed of {', '.join(HALVES[name])}", flush=True)
+            codes[name] = run(*_pytest(name, *arguments, "--last-failed", "--last-failed-no-failures", "none"))
+    return codes["ranks"] or codes["beside"]
+
+
+def _pytest(half: str, *arguments: str) -> list[str]:
+    return [
+        str(BIN / "python"),
+        *("-m", "pytest", "-o", f"cache_dir=.pytest_cache/{half}"),
+        *(*arguments, *HALVES[half]),
+    ]
 
 
 def long(arguments: list[str]) -> int:

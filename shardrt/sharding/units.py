@@ -195,18 +195,18 @@ def _owners(root: torch.nn.Module, chosen: Collection[torch.nn.Module]) -> Mappi
     """The unit of each parameter: the innermost around every module that has it."""
     paths: dict[torch.Tensor, tuple[str, ...]] = {}
 
-    def walk(module: torch.nn.Module, path: tuple[str, ...], name: str, above: tuple[torch.nn.Module, ...]) -> None:
+    def walk(module: torch.nn.Module, path: tuple[str, ...], above: tuple[torch.nn.Module, ...]) -> None:
         if module in above:  # a module inside itself
             return
         if module in chosen:
             path = (*path, first_name[module])
         for param in module.parameters(recurse=False):
             paths[param] = _common(paths[param], path) if param in paths else path
-        for child_name, child in module.named_children():
-            walk(child, path, f"{name}.{child_name}" if name else child_name, (*above, module))
+        for child in module.children():
+            walk(child, path, (*above, module))
 
     first_name = {module: name for name, module in root.named_modules()}
-    walk(root, ("",), "", ())
+    walk(root, ("",), ())
     return {param: path[-1] for param, path in paths.items()}
 
 

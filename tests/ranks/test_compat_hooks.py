@@ -258,10 +258,10 @@ def comes_and_goes(hook: str, wrapped: str) -> list[list[str]]:
     came = [each for each in threading.enumerate() if each not in before and each.name.startswith("shardrt")]
     dist.barrier()
     del ddp
-    gc.collect()
     deadline = time.monotonic() + 10
-    for each in came:  # some are only told to end
-        each.join(max(0.0, deadline - time.monotonic()))
+    while any(each.is_alive() for each in came) and time.monotonic() < deadline:
+        gc.collect()  # again: a thread that was at work may have held the last reference a moment ago
+        time.sleep(0.1)  # some are only told to end
     return [[each.name for each in came], [each.name for each in came if each.is_alive()]]
 
 
