@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Runtime(LoopCalls, StateCalls, KeepingCalls, ShardingCalls, WiringCalls):
+class Runtime(WiringCalls, LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
     """Chooses plugins, agrees with the other ranks and makes sharded optimizers.
 
     ``partitioner``, ``backend`` and ``schedule`` are names, mappings of a name and options, or instances.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardrt.comm.waiting import start_and_wait
 from shardrt.errors import OptimizerError, UnsupportedError
 from shardrt.optim.agreement import agree_on_values, explain_different_settings, optimizer_fields
 from shardrt.optim.amp import teach_grad_scaler
@@ -17,6 +16,7 @@ from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
 from shardrt.optim.followers import Followers, call_if_alive, remove_hooks
+from shardrt.optim.freezing import FreezingOptimizer
 from shardrt.optim.gradients import OwnedShard
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.local import LocalOptimizer
@@ -24,7 +24,6 @@ from shardrt.optim.params import NamedGroup, check_no_aliases, read_groups
 from shardrt.optim.placing import owned_shards
 from shardrt.optim.planner import Planner
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
-from shardrt.optim.scaling import ScalingOptimizer
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
 from shardrt.optim.wires import Wires
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from shardrt.runtime import Runtime
 
 
-class ShardedOptimizer(ScalingOptimizer):
+class ShardedOptimizer(FreezingOptimizer):
     """What :meth:`shardrt.Runtime.optimizer` returns on several ranks.
 
     ``param_groups`` are the user's, with the whole parameters: schedulers, hooks and ``zero_grad`` see what they
@@ -63,10 +62,9 @@ class ShardedOptimizer(ScalingOptimizer):
         self._precision = precision
         self._initial_shards = shards or {}
         self.followers = Followers()
-        self._wires, self._everybody, self.mesh = wires, wires.everybody, wires.mesh
+        self._wires, self.mesh = wires, wires.mesh
         teach_grad_scaler()
         self._leaves_gradients = self._retired = False
-        self._frozen: list[str] = []
         self._taken: list[dict[str, Any]] | None = None
         self._spans = None if runtime.timeline is None else TrainerSpans(runtime.timeline)
         self._hooked: HookResults | None = None
@@ -406,44 +404,6 @@ class ShardedOptimizer(ScalingOptimizer):
                 "has, pass gradients='average'",
             )
             self._checked_gradients = True
-
-    def _note_frozen(self) -> None:
-        self._frozen = [name for name, param in self._params.items() if not param.tensor.requires_grad]
-
-    def _follow_freezing(self) -> bool:
-        # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here, until no
-        # rank has one any more, which all ranks know from the last step.
-        if self.gradients == "reduced":
-            trained = [tensor.requires_grad or tensor.grad is not None for tensor in self._tensors]
-        else:
-            idle = self.engine.idle()
-            trained = [
-                tensor.requires_grad or (was and tensor not in idle)
-                for tensor, was in zip(self._tensors, self._trained, strict=True)
-            ]
-        if trained == self._trained:
-            return False
-        # Parameters were frozen or thawed: owners stay, the buckets change.
-        with self._runtime.agreeing("parameters frozen or thawed") as fields:
-            specs = [param.spec(trainable=flag) for param, flag in zip(self._params.values(), trained, strict=True)]
-            plan = self._planner.relaid(self.plan, specs)
-            fields.update(optimizer_fields(plan, self._planner.optimizer_class, {}, [], self.gradients))
-        self.plan = plan
-        self._build_engine()
-        return True
-
-    def _step_thawed(self) -> None:
-        """Where buckets are updated inside backward, parameters thawed since the last step were in none of them."""
-        if not self.updates_early:
-            return
-        stepped = {tensor for tensor, was in zip(self._tensors, self._trained, strict=True) if was}
-        if self._follow_freezing():
-            engine = self.engine
-            engine.skip(stepped)
-            start_and_wait(engine.reduce, range(engine.bucket_count))
-            engine.update()
-            start_and_wait(engine.gather, range(engine.bucket_count))
-            engine.skip(())
 
 
 # Note [The first step is late]: whether a loop clips, scales its loss or accumulates without no_sync is seen only when
