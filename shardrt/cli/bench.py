@@ -11,6 +11,7 @@ from shardrt.cli.contest import contest_options, contest_progress, number_or_bla
 from shardrt.cli.link import link
 from shardrt.cli.overlap import overlap
 from shardrt.cli.state import state
+from shardrt.cli.strategies import strategies
 
 if TYPE_CHECKING:
     from shardrt.bench.peers import PeersReport
@@ -26,6 +27,7 @@ def bench() -> None:
 bench.add_command(link)
 bench.add_command(overlap)
 bench.add_command(state)
+bench.add_command(strategies)
 
 
 @bench.command()
