@@ -43,14 +43,22 @@ def work(told: Mapping[str, Any], report: Report) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     done = itertools.count(told["done"])
+    now: dict[str, Any] = {}
+
+    def tell(strategy: str | None = None) -> None:
+        """Where this rank is: after every step too, so that a slow machine is not taken for a stuck one."""
+        if strategy is not None:
+            now.update(strategy=strategy, done=next(done))
+        report(dict(now))
+
     with counted_allocations() as allocations:
-        counting = _Counting(settings, allocations, wire, read_corpus())
+        counting = _Counting(settings, allocations, wire, read_corpus(), tell)
         answer: dict[str, Any] = {**_about(counting.fresh_model()), "torch": torch.__version__}
-        report({"strategy": UNSHARDED, "done": next(done)})
+        tell(UNSHARDED)
         answer["runs"] = {UNSHARDED: counting.twin()}
         answer["activation_bytes"] = answer["runs"][UNSHARDED]["activation_bytes"]
         for name in told["strategies"]:
-            report({"strategy": name, "done": next(done)})
+            tell(name)
             answer["runs"][name] = counting.strategy(name)
         with shardrt.Runtime(**counting.chosen(), backend="gloo", device="cpu") as rt:
             answer |= {"schedule": rt.schedule.name, "partitioner": rt.partitioner.name}
@@ -74,11 +82,19 @@ def _about(model: torch.nn.Module) -> dict[str, int]:
 class _Counting:
     """The same training for the twin and for every strategy."""
 
-    def __init__(self, settings: StrategiesSettings, allocations: Allocations, wire: Wire, corpus: Corpus) -> None:
+    def __init__(
+        self,
+        settings: StrategiesSettings,
+        allocations: Allocations,
+        wire: Wire,
+        corpus: Corpus,
+        tell: Callable[[], None],
+    ) -> None:
         self._settings = settings
         self._allocations = allocations
         self._wire = wire
         self._corpus = corpus
+        self._tell = tell
 
     def fresh_model(self) -> torch.nn.Module:
         """The same one each time."""
@@ -153,6 +169,7 @@ class _Counting:
             optimizer.zero_grad()
             settle()
             phase_over("step")
+            self._tell()
 
         for batch in self._batches(range(WARM_UP_STEPS)):
             train(batch)
