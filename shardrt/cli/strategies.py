@@ -191,7 +191,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:,.2f}" if nbytes < 1e8 else f"{nbytes / 1e6:,.1f}"
+    return format(nbytes / 1e6, ",.2f" if nbytes < 1e8 else ",.1f" if nbytes < 1e9 else ",.0f")
 
 
 def _is(within: bool) -> str:
