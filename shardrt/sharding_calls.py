@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from shardrt.errors import ConfigError
+from shardrt.optim.kept import kept_dtype
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.sharding.building import shard_module
+from shardrt.sharding.own_state import answer_by_runtime
 from shardrt.sharding.running import UnitRunner
 from shardrt.sharding.summoning import summoned
 
@@ -104,6 +106,8 @@ class ShardingCalls:
             defaults=defaults,
         )
         self._optimizers.append(weakref.ref(made))
+        if any(kept_dtype(param) is not None for param in module.parameters()):
+            answer_by_runtime(module, self)  # type: ignore[arg-type]
         return module, made
 
     @contextmanager
