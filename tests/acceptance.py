@@ -21,6 +21,7 @@ from tests import (
     acceptance_interchange,
     acceptance_join,
     acceptance_overlap,
+    acceptance_sharding,
     acceptance_state,
 )
 from tests.ranks import test_handshake, twins
@@ -148,6 +149,7 @@ SECTIONS = {
     "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),
+    "strategies": (acceptance_sharding.strategies,),
 }
 
 
