@@ -150,6 +150,7 @@ SECTIONS = {
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),
     "strategies": (acceptance_sharding.strategies,),
+    "huggingface": (acceptance_sharding.huggingface,),
 }
 
 

@@ -1,21 +1,27 @@
-"""Prints what the tests of sharded modules assert, as tables: every strategy beside the unsharded twin.
+"""Prints what the tests of sharded modules assert, as tables: every strategy beside the unsharded twin, Hugging Face
+models too, and checkpoints that go from every strategy to every other.
 
-Run it with ``python tasks.py accept strategies``.
+Run it with ``python tasks.py accept strategies``, ``huggingface`` and ``between``.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from shardrt.testing import Outcome, RankPool
+from tests.ranks.huggingface import CHECKPOINTING, MODELS, compare_language_models
 from tests.ranks.sharded_twins import EVERY_STRATEGY, compare_ways, options_of, tolerance
 from tests.ranks.zoo import ZOO
 
 console = Console(width=170)
 OPTIMIZERS = ("adamw_foreach", "sgd_momentum", "muon")
+Ways = dict[str, dict[str, Any]]
 _SECONDS = 240
 
 
@@ -38,7 +44,18 @@ def strategies(pool: RankPool) -> bool:
             for optimizer in OPTIMIZERS:
                 if name == "scalars" and optimizer == "muon":
                     continue  # it takes matrices, and there is none
-                for each, outcomes in _outcomes(pool, name, ways, optimizer, world_size).items():
+
+                def run(some: Ways) -> list[Outcome]:
+                    return pool.outcomes(
+                        compare_ways,
+                        ranks=world_size,  # noqa: B023
+                        timeout=_SECONDS,
+                        name=name,  # noqa: B023
+                        ways=some,
+                        optimizer=optimizer,  # noqa: B023
+                    )
+
+                for each, outcomes in _each(run, ways).items():
                     cells += 1
                     if not all(outcome.ok for outcome in outcomes):
                         failed[each] = f"{optimizer}: {outcomes[0].describe()}"
@@ -65,21 +82,68 @@ def strategies(pool: RankPool) -> bool:
     return good
 
 
+def huggingface(pool: RankPool) -> bool:
+    """Every strategy on models of Hugging Face Transformers; 2 ranks, and 4 in groups of 2 for the hybrid ones."""
+    table = Table(
+        title="Hugging Face models, AdamW: largest difference of any parameter from the unsharded twin after 30 steps",
+        title_justify="left",
+    )
+    for heading in ("model", "embeddings", "activation checkpointing", *EVERY_STRATEGY, "met"):
+        table.add_column(heading)
+    good, refusals, started = True, dict[str, None](), time.monotonic()
+    hybrid = [each for each in EVERY_STRATEGY if each.startswith("hybrid")]
+    plain = [each for each in EVERY_STRATEGY if each not in hybrid]
+    for name, checkpointing, tied in itertools.product(MODELS, CHECKPOINTING, (True, False)):
+        cells = {}
+        for some, world_size in ((plain, 2), (hybrid, 4)):
+
+            def run(ways: Ways, size: int = world_size) -> list[Outcome]:
+                return pool.outcomes(
+                    compare_language_models,
+                    ranks=size,
+                    timeout=_SECONDS,
+                    name=name,  # noqa: B023
+                    tied=tied,  # noqa: B023
+                    checkpointing=checkpointing,  # noqa: B023
+                    ways=ways,
+                )
+
+            for each, outcomes in _each(run, {each: options_of(each, world_size) for each in some}).items():
+                cells[each] = _language_model_cell(each, outcomes, refusals)
+        met = all(cell == "0" for cell in cells.values())
+        good &= met
+        table.add_row(
+            name,
+            "tied" if tied else "not tied",
+            checkpointing,
+            *(cells[each] for each in EVERY_STRATEGY),
+            "yes" if met else "NO",
+        )
+    console.print(table)
+    console.print(f"{time.monotonic() - started:.0f} s. Tolerance: none, bit for bit, losses too.", style="dim")
+    for refusal in refusals:
+        console.print(refusal, markup=False, highlight=False)
+    return good
+
+
+def _language_model_cell(each: str, outcomes: list[Outcome], refusals: dict[str, None]) -> str:
+    errors = [outcome for outcome in outcomes if not outcome.ok]
+    if errors:
+        refusals.setdefault(errors[0].describe())
+        return str(errors[0].error_type)
+    values = [outcome.value[each] for outcome in outcomes]
+    if min(value["moved"] for value in values) < 1e-3 or not all(value["same_keys"] for value in values):
+        return "not trained, or other names"
+    return shown(max(max(value["difference"], value["loss"]) for value in values), 0.0)
+
+
 def shown(worst: float, allowed: float) -> str:
     """A difference and, where there is one, its tolerance."""
     return ("0" if worst == 0 else f"{worst:.1e}") + (f" of {allowed:.1e}" if allowed else "")
 
 
-def _outcomes(
-    pool: RankPool, name: str, ways: dict[str, dict[str, object]], optimizer: str, world_size: int
-) -> dict[str, list[Outcome]]:
+def _each(run: Callable[[Ways], list[Outcome]], ways: Ways) -> dict[str, list[Outcome]]:
     """By strategy: all in one call, for which the twin is trained once; each alone if that fails."""
-
-    def run(some: dict[str, dict[str, object]]) -> list[Outcome]:
-        return pool.outcomes(
-            compare_ways, ranks=world_size, timeout=_SECONDS, name=name, ways=some, optimizer=optimizer
-        )
-
     together = run(ways)
     if all(outcome.ok for outcome in together):
         return dict.fromkeys(ways, together)
