@@ -151,6 +151,7 @@ SECTIONS = {
     "stopped": (acceptance_hang.stopped,),
     "strategies": (acceptance_sharding.strategies,),
     "huggingface": (acceptance_sharding.huggingface,),
+    "between": (acceptance_sharding.between,),
 }
 
 

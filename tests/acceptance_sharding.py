@@ -7,6 +7,7 @@ Run it with ``python tasks.py accept strategies``, ``huggingface`` and ``between
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 from shardrt.testing import Outcome, RankPool
 from tests.ranks.huggingface import CHECKPOINTING, MODELS, compare_language_models
 from tests.ranks.sharded_twins import EVERY_STRATEGY, compare_ways, options_of, tolerance
+from tests.ranks.strategy_checkpoints import load_under, save_under
 from tests.ranks.zoo import ZOO
 
 console = Console(width=170)
@@ -135,6 +137,50 @@ def _language_model_cell(each: str, outcomes: list[Outcome], refusals: dict[str,
     if min(value["moved"] for value in values) < 1e-3 or not all(value["same_keys"] for value in values):
         return "not trained, or other names"
     return shown(max(max(value["difference"], value["loss"]) for value in values), 0.0)
+
+
+_MODELS_BETWEEN = {"tied transformer": "adamw_foreach", "mixed dtypes": "sgd_momentum", "odd": "muon"}
+_OTHER_SIZES = ((4, 4), (4, 2), (4, 3), (3, 4), (2, 4))
+
+
+def between(pool: RankPool) -> bool:
+    """Checkpoints from every strategy to every other, on as many ranks and on fewer or more."""
+    good = True
+    for size, other_size in _OTHER_SIZES:
+        table = Table(
+            title=f"Saved on {size} ranks (rows), loaded on {other_size} (columns): whole state of model and optimizer",
+            title_justify="left",
+        )
+        for heading in ("saved under", *EVERY_STRATEGY):
+            table.add_column(heading)
+        for saved in EVERY_STRATEGY:
+            wrong: dict[str, list[str]] = {each: [] for each in EVERY_STRATEGY}
+            for name, optimizer in _MODELS_BETWEEN.items():
+                for loaded, what in _moved(pool, name, optimizer, saved, size, other_size).items():
+                    wrong[loaded] += [f"{name}: {what}"] if what else []
+            good &= not any(wrong.values())
+            table.add_row(saved, *("; ".join(wrong[each]) or "bit for bit" for each in EVERY_STRATEGY))
+        console.print(table)
+    models = ", ".join(f"{name} ({optimizer})" for name, optimizer in _MODELS_BETWEEN.items())
+    console.print(f"Each cell is {len(_MODELS_BETWEEN)} models, 3 steps trained: {models}", style="dim")
+    return good
+
+
+def _moved(pool: RankPool, name: str, optimizer: str, saved: str, size: int, other_size: int) -> dict[str, str]:
+    """By the strategy that loads: what is not the same afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        given = {"path": directory, "name": name, "optimizer": optimizer, "timeout": _SECONDS}
+        kept = pool.outcomes(save_under, ranks=size, options=options_of(saved, size), **given)
+        if not all(outcome.ok and outcome.value for outcome in kept):
+            return dict.fromkeys(EVERY_STRATEGY, f"not saved: {kept[0].describe()}")
+        ways = {each: options_of(each, other_size) for each in EVERY_STRATEGY}
+        found = _each(lambda some: pool.outcomes(load_under, ranks=other_size, ways=some, **given), ways)
+        return {
+            each: " ".join(
+                dict.fromkeys(outcome.value[each] if outcome.ok else outcome.describe() for outcome in found[each])
+            )
+            for each in EVERY_STRATEGY
+        }
 
 
 def shown(worst: float, allowed: float) -> str:
