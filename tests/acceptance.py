@@ -23,6 +23,7 @@ from tests import (
     acceptance_overlap,
     acceptance_sharding,
     acceptance_state,
+    acceptance_strategies,
 )
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
@@ -152,6 +153,9 @@ SECTIONS = {
     "strategies": (acceptance_sharding.strategies,),
     "huggingface": (acceptance_sharding.huggingface,),
     "between": (acceptance_sharding.between,),
+    "memory": (acceptance_strategies.memory,),
+    "traffic": (acceptance_strategies.traffic,),
+    "hybrid": (acceptance_strategies.hybrid,),
 }
 
 

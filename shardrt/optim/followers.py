@@ -23,6 +23,10 @@ class Followers:
     """Afterwards."""
     renewed: Callable[[], None] = lambda: None
     """Shards have new values: whole parameters that were gathered before are old."""
+    reducing: Callable[[], None] = lambda: None
+    """A synchronised backward has filled its first bucket."""
+    reduced: Callable[[], None] = lambda: None
+    """A synchronised backward has ended."""
     summoned: bool = False
     """Whether whole parameters are lent to somebody outside forward and backward."""
 

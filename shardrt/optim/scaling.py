@@ -12,7 +12,7 @@ from shardrt.optim.wires import Wires
 class ScalingOptimizer(UnevenOptimizer):
     """An optimizer that reduces its gradients, and whose peers decide together whether a step is skipped."""
 
-    _wires: Wires
+    wires: Wires
     _tensors: list[torch.Tensor]
     _leaves_gradients: bool
 
@@ -51,7 +51,7 @@ class ScalingOptimizer(UnevenOptimizer):
         for same in by_kind.values():
             torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
         anywhere = found_inf.reshape(1)
-        self._wires.everybody.all_reduce(anywhere, op="max").wait()
+        self.wires.everybody.all_reduce(anywhere, op="max").wait()
 
     def _refuse_when_updated_early(self, what: str) -> None:
         raise NotImplementedError

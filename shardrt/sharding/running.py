@@ -23,7 +23,9 @@ from shardrt.errors import StateError
 from shardrt.optim.backward import call_after_backward
 from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.protocols import Communicator
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
+from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.unit_params import UnitParams
 from shardrt.sharding.units import Unit
 
@@ -31,9 +33,23 @@ from shardrt.sharding.units import Unit
 class UnitRunner:
     """The hooks of one sharded module. See Note [When units come and go]."""
 
-    def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer, prefetch: Prefetch) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        prefetch: Prefetch,
+        *,
+        keeps_after_forward: bool = False,
+        nearby: Communicator | None = None,
+        shown: ShownShards | None = None,
+    ) -> None:
+        """``keeps_after_forward``: units stay until their backward. ``nearby``: see Note [Kept nearby]. ``shown``: what
+        the module's attributes are outside forward and backward, if not the whole parameters."""
         self._units = units
         self._prefetch = prefetch
+        self._keeping = {number for number in range(len(units)) if keeps_after_forward}
+        self._nearby = nearby
+        self.shown = shown
         self._order = RunningOrder()
         self._depth = 0
         self._task: int | None = None
@@ -56,10 +72,42 @@ class UnitRunner:
 
     def _take_over(self, engine: BucketEngine) -> None:
         self.params = [
-            UnitParams(unit.name, engine.buffers_of(set(unit.params)), engine.gathers_with, self._may_read)
+            UnitParams(
+                unit.name,
+                [one for one in engine.buffers_of(set(unit.params)) if not one.residence.params],
+                engine.gathers_with,
+                self._may_read,
+                self._nearby,
+            )
             for unit in self._units
         ]
         self.put_all_away()
+        if self.shown is not None:
+            self.shown.follow(engine)
+
+    def keep_after_forward(self, module: torch.nn.Module, keeps: bool) -> None:
+        """Whether a unit stays between its forward and its backward."""
+        for number, unit in enumerate(self._units):
+            if unit.module is module:
+                (self._keeping.add if keeps else self._keeping.discard)(number)
+
+    def params_of(self, module: torch.nn.Module) -> list[UnitParams]:
+        """Of the unit that a module is, or of all for the root."""
+        found = zip(self._units, self.params, strict=True)
+        return [params for unit, params in found if unit.module is module or self._units[0].module is module]
+
+    def run_as_forward(
+        self, module: torch.nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Another method of a unit's module, with its parameters here as in forward."""
+        number = next(number for number, unit in enumerate(self._units) if unit.module is module)
+        output = None
+        self._before(number)(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._after(number)(module, args, output)
+        return output
 
     def put_all_away(self) -> None:
         """Only shards are left."""
@@ -76,7 +124,7 @@ class UnitRunner:
             recomputing = torch._C._current_graph_task_id() != -1
             if not recomputing:
                 if self._depth == 0:
-                    self._order.begin()
+                    self._begin_forward()
                 self._order.ran(number)
             self._depth += 1
             mine = self.params[number]
@@ -101,12 +149,22 @@ class UnitRunner:
             outputs = _tensors(output) if torch.is_grad_enabled() else []
             if outputs:
                 register_multi_grad_hook(outputs, lambda _: self._backward_begins(number), mode="any")
-            if number or not outputs:
-                self._put_away(number)
-            if self._depth == 0 and not outputs:
-                self.put_all_away()
+            if not outputs or (number and number not in self._keeping):
+                self.params[number].put_away(for_backward=bool(outputs))
+            if self._depth == 0:
+                if not outputs:
+                    self.put_all_away()
+                if self.shown is not None:
+                    self.shown.show_shards()
 
         return hook
+
+    def _begin_forward(self) -> None:
+        self._order.begin()
+        if self.shown is not None:
+            if self.shown.changed():  # whole parameters that are still here are of before the step
+                self.put_all_away()
+            self.shown.show_whole()
 
     def _refuse_summoned(self) -> None:
         optimizer = self._optimizer()
@@ -124,6 +182,8 @@ class UnitRunner:
         if task != self._task:
             self._task = task
             call_after_backward(self._backward_ended)
+            if self.shown is not None:
+                self.shown.show_whole()
         mine = self.params[number]
         mine.start()
         if self._prefetch.backward == "pre":
@@ -142,6 +202,8 @@ class UnitRunner:
     def _backward_ended(self) -> None:
         self._task = None
         self.put_all_away()
+        if self.shown is not None:
+            self.shown.show_shards()
 
 
 def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:

@@ -5,6 +5,10 @@ So, as for parameters under way (see Note [Unfinished parameters]), its class is
 the forward of the sharded module a read gathers the unit: a layer may use another layer's weight. Anywhere else a read
 is an error that says how to get at the values: a gather that only one rank asks for would wait for the others.
 
+Note [Kept nearby]: between forward and backward a unit need not go as far away as between steps. With
+``reshard_after_forward`` as a number of ranks each of that many neighbours keeps its part of the gathered parameters,
+and backward gathers among these few.
+
 Note [Lent parameters]: whoever reads a parameter outside its unit's forward may need it again in backward, where no
 hook tells when. So a unit that was gathered for such a reader stays until backward has ended.
 """
@@ -25,14 +29,22 @@ class UnitParams(KeptByModule):
     """See Note [Parameters that are away]."""
 
     def __init__(
-        self, name: str, buffers: Sequence[BucketBuffers], communicator: Communicator, on_read: Callable[[], bool]
+        self,
+        name: str,
+        buffers: Sequence[BucketBuffers],
+        communicator: Communicator,
+        on_read: Callable[[], bool],
+        nearby: Communicator | None = None,
     ) -> None:
-        """``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered."""
+        """``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered. ``nearby`` are
+        the ranks among which it stays between forward and backward."""
         self.name = name
         self.nbytes = sum(one.bucket.nbytes for one in buffers)
         """Of the whole parameters."""
         self._buffers = buffers
         self._communicator = communicator
+        self._nearby = nearby
+        self._near: list[torch.Tensor] | None = None
         self._on_read = on_read
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
         self._works: list[Work] | None = None
@@ -55,6 +67,12 @@ class UnitParams(KeptByModule):
         if self.is_here or self._works is not None:
             return
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            near, self._near = self._near, None
+            if near is not None and self._nearby is not None:
+                self._works = [
+                    _gather_nearby(one, kept, self._nearby) for one, kept in zip(self._buffers, near, strict=True)
+                ]
+                return
             self._works = []
             for one in self._buffers:
                 one.obtain_params()
@@ -74,15 +92,23 @@ class UnitParams(KeptByModule):
         let_read(self._tensors)
         self.is_here = True
 
-    def put_away(self, *, lent_too: bool = False) -> None:
-        """Give their memory back; what is on its way arrives first. See Note [Lent parameters]."""
+    def put_away(self, *, lent_too: bool = False, for_backward: bool = False) -> None:
+        """Give their memory back; what is on its way arrives first. See Note [Lent parameters].
+
+        ``for_backward``: they are needed again before they change. See Note [Kept nearby].
+        """
         if self._is_lent and not lent_too:
             return
         self._is_lent = False
         if self._works is not None:
             self.bring()
+        if not for_backward:
+            self._near = None
         if not self.is_here:
             return
+        if for_backward and self._nearby is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._near = [_near_part(one.params, self._nearby).clone() for one in self._buffers]
         with torch._C.DisableTorchFunctionSubclass():
             for one in self._buffers:
                 one.give_back_params()
@@ -98,3 +124,18 @@ class UnitParams(KeptByModule):
             )
         self.bring()
         self._is_lent = True
+
+
+def _near_splits(numel: int, ranks: int) -> list[int]:
+    share, left = divmod(numel, ranks)
+    return [share + (rank < left) for rank in range(ranks)]
+
+
+def _near_part(whole: torch.Tensor, nearby: Communicator) -> torch.Tensor:
+    return torch.split(whole, _near_splits(whole.numel(), nearby.world_size))[nearby.rank]
+
+
+def _gather_nearby(one: BucketBuffers, kept: torch.Tensor, nearby: Communicator) -> Work:
+    one.obtain_params()
+    _near_part(one.params, nearby).copy_(kept)
+    return nearby.all_gather(one.params, _near_splits(one.params.numel(), nearby.world_size))
