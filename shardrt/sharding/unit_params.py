@@ -21,11 +21,11 @@ import torch
 
 from shardrt.errors import StateError
 from shardrt.optim.buffers import BucketBuffers
-from shardrt.optim.readers import is_watched, let_read, watch_reads
+from shardrt.optim.readers import KeptByModule, is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
 
 
-class UnitParams:
+class UnitParams(KeptByModule):
     """See Note [Parameters that are away]."""
 
     def __init__(
