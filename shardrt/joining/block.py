@@ -69,6 +69,7 @@ class JoinBlock:
             "clip_value": partial(self._follow_clip, clip_by_value),
             "forward": self._follow_forward,
             "backward": self._follow_backward,
+            "late": self._follow_late,
         }
 
     def __enter__(self) -> None:
@@ -155,7 +156,9 @@ class JoinBlock:
 
     def _asks(self, event: str, index: int, arguments: dict[str, Any]) -> bool:
         """Whether an update begins here. With DDP that is its forward: inside its backward there is no way back."""
-        inside_ddp = event == "backward" or (event == "round" and _module_of(self._optimizers[index]) is not None)
+        inside_ddp = event in ("backward", "late") or (
+            event == "round" and _module_of(self._optimizers[index]) is not None
+        )
         return not inside_ddp and bool(arguments["anew"])
 
     def _leave(self, ended_together: bool) -> None:
@@ -202,6 +205,11 @@ class JoinBlock:
         self._follow_backward(index)
         assert optimizer.watch is not None
         optimizer.watch.pass_round()
+
+    def _follow_late(self, index: int) -> None:
+        watch = self._optimizers[index].watch
+        assert watch is not None
+        watch.pass_late()
 
     def _follow_unscale(self, index: int, *, anew: bool, inverse_scale: float, allow_fp16: bool) -> None:
         optimizer = self._optimizers[index]

@@ -27,11 +27,10 @@ class Followers:
     """Whether whole parameters are lent to somebody outside forward and backward."""
 
 
-def call_if_alive(method: weakref.WeakMethod[Any], *arguments: int) -> None:
-    """Call a method of an object that may be gone."""
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: Any) -> Any:
+    """Call a method of an object that may be gone; None if it is."""
     alive = method()
-    if alive is not None:
-        alive(*arguments)
+    return None if alive is None else alive(*arguments)
 
 
 def remove_hooks(hooks: Sequence[torch.utils.hooks.RemovableHandle]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from shardrt.errors import OptimizerError
 from shardrt.optim.amp import ScaledOptimizer
 from shardrt.optim.attendance import Announcer, Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
+from shardrt.optim.wires import Wires
 
 
 class UnevenOptimizer(ScaledOptimizer):
@@ -23,6 +26,7 @@ class UnevenOptimizer(ScaledOptimizer):
     """The DDP module whose gradients it takes, if it was attached to one."""
     gradients: Gradients
     watch: BackwardWatch | None
+    _wires: Wires
     _left: list[tuple[int, int]] | None
 
     @property
@@ -34,6 +38,23 @@ class UnevenOptimizer(ScaledOptimizer):
     def engine(self) -> BucketEngine:
         """The buckets as they are laid out now."""
         raise NotImplementedError
+
+    def agree_on_late(self, late: Sequence[int]) -> list[int]:
+        """The buckets that on any rank have got gradients after they were handed on. See Note [Backward inside
+        backward] in :mod:`shardrt.optim.backward`."""
+        if self.updates_early and late:
+            raise OptimizerError(
+                "a parameter got gradients in more than one part of a backward (reentrant checkpoints that share it), "
+                "and was updated with the first already; checkpoint with use_reentrant=False, or use "
+                "schedule='bucket' or 'priority'"
+            )
+        if self.announcer is not None:
+            self.announcer.announce("late", self)
+        flags = torch.zeros(self.engine.bucket_count, dtype=torch.int8)
+        flags[list(late)] = 1
+        flags = flags.to(self.engine.device)
+        self._wires.everybody.all_reduce(flags, op="max").wait()
+        return [int(bucket) for bucket in flags.nonzero().flatten().tolist()]
 
     def begins_anew(self) -> bool:
         """Whether what comes next has to reduce the gradients, since nothing has yet, or it was dropped."""

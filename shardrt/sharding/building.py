@@ -25,7 +25,7 @@ from shardrt.protocols import Communicator, Partitioner
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
-from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.running import UnitRunner, notice_backward
 from shardrt.sharding.strategies import Strategy, offloads, strategy_called
 from shardrt.sharding.units import Unit, find_units
 
@@ -96,6 +96,8 @@ def shard_module(
         cast_inputs_of(found, mixed)
     if isinstance(optimizer, ShardedOptimizer) and not whole:
         runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
+    elif isinstance(optimizer, ShardedOptimizer) and optimizer.watch is not None:
+        notice_backward(module, optimizer)
     return optimizer
 
 
