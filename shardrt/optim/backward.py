@@ -61,6 +61,8 @@ class BackwardWatch:
         """Called when backward has ended for everybody, DDP included."""
         self.beginning: Callable[[], None] | None = None
         """Called before a round begins, and may refuse it."""
+        self.handing: Callable[[int], None] | None = None
+        """Called right before a bucket is handed on."""
         self.again: Callable[[Sequence[int]], Sequence[int]] | None = None
         """After a round with a backward inside: from this rank's late buckets to those of all ranks."""
         self.rounds = 0
@@ -92,13 +94,24 @@ class BackwardWatch:
 
     def pass_round(self) -> None:
         """Other ranks' backward is a round here too, which brings this rank nothing."""
+        self.pass_beginning()
+        for _ in self._sizes:
+            self.pass_bucket()
+
+    def pass_beginning(self) -> None:
+        """Of other ranks' round, whose buckets are passed one by one."""
         self.check_complete()
         self.began = time.perf_counter()
-        self._missing, self._next = [0] * len(self._sizes), 0
-        self._hand_on()
-        self.rounds += 1
-        if self.afterwards is not None:
-            self.afterwards()
+        self._next = 0
+
+    def pass_bucket(self) -> None:
+        """The next one; with the last the round is over."""
+        self._next += 1
+        self._ready(self._next - 1)
+        if self._next == len(self._sizes):
+            self.rounds += 1
+            if self.afterwards is not None:
+                self.afterwards()
 
     def pass_late(self) -> None:
         """Other ranks' backward had one inside: take part in what follows from it."""
@@ -144,7 +157,7 @@ class BackwardWatch:
             )
 
     def drop_round(self) -> bool:
-        """Its gradients are dropped: if the last backward ended early, hand on what peers may wait for; says whether."""
+        """Its gradients are dropped: if the last backward ended early, hand on what peers wait for; says whether."""
         if self._open is None or self._open() is not None:
             return False
         self._open = None
@@ -155,6 +168,8 @@ class BackwardWatch:
     def _hand_on(self) -> None:
         while self._next < len(self._missing) and self._missing[self._next] <= 0:
             self._next += 1
+            if self.handing is not None:
+                self.handing(self._next - 1)
             self._ready(self._next - 1)
 
     def _ended(self, token: BackwardToken) -> None:

@@ -402,10 +402,9 @@ class BucketEngine:
         return [buffers for buffers in self.every_buffers() if buffers.bucket.params[0] in names]
 
     @property
-    def device(self) -> torch.device:
-        """Where buckets are."""
-        every = self.every_buffers()
-        return every[0].params.device if every else torch.device("cpu")
+    def at_work(self) -> Sequence[BucketAtWork]:
+        """The buckets that are trained."""
+        return self._buckets
 
     @property
     def gathers_with(self) -> Communicator:

@@ -23,6 +23,8 @@ class Followers:
     """Afterwards."""
     renewed: Callable[[], None] = lambda: None
     """Shards have new values: whole parameters that were gathered before are old."""
+    gather: Callable[[int], None] = lambda unit: None
+    """Other ranks gather a unit's parameters: take part in it."""
     summoned: bool = False
     """Whether whole parameters are lent to somebody outside forward and backward."""
 

@@ -148,6 +148,8 @@ class ShardedOptimizer(FreezingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and a reduction of them that clipping has made."""
+        if self.announcer is not None and not self.residence.gradients:
+            self.announcer.announce("zero", self, set_to_none=set_to_none)
         super().zero_grad(set_to_none=set_to_none)
         self._left = None
         if self.watch is not None and not self.updates_early and self.watch.drop_round():

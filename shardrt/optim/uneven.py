@@ -13,6 +13,7 @@ from shardrt.optim.amp import ScaledOptimizer
 from shardrt.optim.attendance import Announcer, Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
+from shardrt.optim.followers import Followers
 from shardrt.optim.wires import Wires
 
 
@@ -26,6 +27,7 @@ class UnevenOptimizer(ScaledOptimizer):
     """The DDP module whose gradients it takes, if it was attached to one."""
     gradients: Gradients
     watch: BackwardWatch | None
+    followers: Followers
     _wires: Wires
     _left: list[tuple[int, int]] | None
 
@@ -52,7 +54,7 @@ class UnevenOptimizer(ScaledOptimizer):
             self.announcer.announce("late", self)
         flags = torch.zeros(self.engine.bucket_count, dtype=torch.int8)
         flags[list(late)] = 1
-        flags = flags.to(self.engine.device)
+        flags = flags.to(self._runtime.device_type)
         self._wires.everybody.all_reduce(flags, op="max").wait()
         return [int(bucket) for bucket in flags.nonzero().flatten().tolist()]
 
@@ -72,6 +74,7 @@ class UnevenOptimizer(ScaledOptimizer):
         self._left = None
         for param in self.trained():
             param.grad = None
+        self.followers.renewed()  # units that are still here are not, on other ranks
 
     def drop_unfinished_step(self) -> None:
         """Forget gradients, and reductions of them, that no step is going to take."""

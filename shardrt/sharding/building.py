@@ -23,6 +23,7 @@ from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Partitioner
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
+from shardrt.sharding.guarding import guard
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner, notice_backward
@@ -98,6 +99,8 @@ def shard_module(
         runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
     elif isinstance(optimizer, ShardedOptimizer) and optimizer.watch is not None:
         notice_backward(module, optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        guard(module, found if not whole else (), None if residence.gradients else optimizer)
     return optimizer
 
 

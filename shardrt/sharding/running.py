@@ -32,6 +32,7 @@ from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.tensors import differentiable
+from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import UnitParams
 from shardrt.sharding.units import Unit
 
@@ -58,6 +59,7 @@ class UnitRunner:
         optimizer.followers.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
         optimizer.followers.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
         optimizer.followers.renewed = lambda: _with(runner, UnitRunner.put_all_away)
+        optimizer.followers.gather = lambda unit: _with(runner, UnitRunner._take_part, unit)
         self.handles = [
             handle
             for number, unit in enumerate(units)
@@ -70,7 +72,14 @@ class UnitRunner:
     def _take_over(self, engine: BucketEngine) -> None:
         names = [unit.name for unit in self._units]
         self.params = [
-            UnitParams(names, number, engine.buffers_of(set(unit.params)), engine.gathers_with, self._may_read)
+            UnitParams(
+                names,
+                number,
+                engine.buffers_of(set(unit.params)),
+                engine.gathers_with,
+                on_read=self._may_read,
+                on_gather=self._announce,
+            )
             for number, unit in enumerate(self._units)
         ]
         self.put_all_away()
@@ -84,6 +93,17 @@ class UnitRunner:
     def whole(self) -> list[str]:
         """The units whose parameters are here, or on their way."""
         return [params.name for params in self.params if params.is_here or params.is_coming]
+
+    def _announce(self, number: int) -> None:
+        """Where ranks have uneven inputs, those without are told of each gather. See :mod:`shardrt.joining`."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.announcer is not None:
+            optimizer.announcer.announce("gather", optimizer, unit=number)
+
+    def _take_part(self, number: int) -> None:
+        """Other ranks gather a unit, of which this rank has a part and no use for the whole."""
+        self._bring(number)
+        self.params[number].put_away(lent_too=True)
 
     def _may_read(self) -> bool:
         return self._depth > 0 or torch._C._current_graph_task_id() != -1
@@ -106,9 +126,10 @@ class UnitRunner:
                     self._recomputed.add(number)
                 inputs = differentiable((args, kwargs)) if number else []
                 if inputs:
-                    register_multi_grad_hook(inputs, lambda _: self._backward_done(number), mode="all")
+                    register_multi_grad_hook(inputs, done, mode="all")
 
-        return hook
+        done = uncompiled(lambda _: self._backward_done(number))
+        return uncompiled(hook)
 
     def _after(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -116,7 +137,7 @@ class UnitRunner:
             self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
             outputs = differentiable(output) if torch.is_grad_enabled() else []
             if outputs:
-                register_multi_grad_hook(outputs, lambda _: self._backward_begins(number), mode="any")
+                register_multi_grad_hook(outputs, begins, mode="any")
             if torch._C._current_graph_task_id() != -1:
                 if not torch.is_grad_enabled():
                     self._put_away(number)
@@ -126,7 +147,8 @@ class UnitRunner:
             if self._depth == 0 and not outputs:
                 self.put_all_away()
 
-        return hook
+        begins = uncompiled(lambda _: self._backward_begins(number))
+        return uncompiled(hook)
 
     def _clear_up(self, number: int) -> None:
         """See Note [After an exception]."""
@@ -216,7 +238,7 @@ def notice_backward(module: torch.nn.Module, optimizer: ShardedOptimizer) -> Non
         if alive is not None and alive.watch is not None:
             alive.watch.notice()
 
-    module.register_forward_hook(hook)
+    module.register_forward_hook(uncompiled(hook))
 
 
 def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:

@@ -35,10 +35,12 @@ class UnitParams:
         buffers: Sequence[BucketBuffers],
         communicator: Communicator,
         on_read: Callable[[], bool],
+        on_gather: Callable[[int], None] = lambda number: None,
     ) -> None:
         """``names`` are those of all units, of which this is the one with the ``number``.
 
         ``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered.
+        ``on_gather`` is told of each gather right before it.
         """
         self._names = [name or "root" for name in names]
         self.name = self._names[number]
@@ -48,6 +50,7 @@ class UnitParams:
         self._buffers = buffers
         self._communicator = communicator
         self._on_read = on_read
+        self._on_gather = on_gather
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
         self._works: list[Work] | None = None
         self._told: torch.Tensor | None = None
@@ -69,6 +72,8 @@ class UnitParams:
         """Begin to gather, unless they are here or on their way."""
         if self.is_here or self._works is not None:
             return
+        if self._buffers:
+            self._on_gather(self._number)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._works = [self._tell_number()] if self._buffers else []
             for one in self._buffers:
@@ -112,10 +117,9 @@ class UnitParams:
             if number != self._number:
                 raise HandshakeError(
                     f"ranks run different units: rank {self._communicator.rank} gathers {self.name!r} while rank "
-                    f"{other} gathers {self._names[number]!r}; where parameters are sharded all ranks must run the same "
-                    "units in the same order: call the unit on every rank (with a weight of zero where its result is "
-                    "not wanted), let no unit of its own be what only some ranks run, or use "
-                    "strategy='shard_grad_op'"
+                    f"{other} gathers {self._names[number]!r}; where parameters are sharded all ranks must run the "
+                    "same units in the same order: call the unit on every rank (with a weight of zero where its result "
+                    "is not wanted), leave what only some ranks run out of units=, or use strategy='shard_grad_op'"
                 )
 
     def put_away(self, *, lent_too: bool = False) -> None:
