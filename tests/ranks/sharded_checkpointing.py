@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ class _Block(torch.nn.Module):
 
 
 def reentrant(run: Callable[..., Any], *args: torch.Tensor) -> Any:
-    return checkpoint(run, *args, use_reentrant=True)
+    with warnings.catch_warnings():  # torch's, of a checkpoint inside another, whose first forward has no gradients
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        return checkpoint(run, *args, use_reentrant=True)
 
 
 class Checkpointed(torch.nn.Module):
