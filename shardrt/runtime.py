@@ -130,6 +130,7 @@ class Runtime(WiringCalls, LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
         self.timeout = limits.timeout
         self._negotiated: dict[tuple[str, ...], Communicator] = {}
         self._opened: list[Communicator] = []
+        self._subgroups: dict[tuple[tuple[int, ...], ...], Any] = {}
         with self.agreeing("communicator"):
             self._process_group = self._join_group()
             self._communicator = self._make_communicator()
@@ -258,6 +259,8 @@ class Runtime(WiringCalls, LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
             self.log.warning("timeline.unwritten", reason=problem)
         if self._watch is not None:
             self._watch.close()
+        if not self._control.failed:
+            self._end_subgroups()
         if self._owns_group and dist.is_initialized():
             end_group(rank=self.rank, log=self.log)
 

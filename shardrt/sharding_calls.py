@@ -46,6 +46,9 @@ class ShardingCalls:
         param_init_fn: Any = None,
         offload: Any = False,
         shard_size: int | None = None,
+        mesh: Any = None,
+        reshard_after_forward: bool | int = True,
+        sync_module_states: bool = True,
         ignored_modules: Iterable[torch.nn.Module] = (),
         ignored_parameters: Iterable[torch.nn.Parameter] = (),
         elementwise: bool | None = None,
@@ -65,7 +68,10 @@ class ShardingCalls:
         parameters where the optimizer needs them. A module on the meta device is materialised unit by unit, by the
         ``reset_parameters`` of its modules or by ``param_init_fn``, a function of a module. With ``offload`` (or
         torch's ``CPUOffload``) shards, reduced gradients and optimizer state live in the CPU's memory and are stepped
-        there.
+        there. ``mesh`` says which ranks share under a hybrid strategy: groups of ranks, or a ``DeviceMesh`` of two axes
+        (replicas, shards). With ``reshard_after_forward=False`` units stay until their backward; with a number of ranks
+        so many neighbours keep a copy between them. With ``sync_module_states`` all ranks start from the parameters and
+        buffers of rank 0; without, parameters that differ are an error.
 
         Example:
             >>> import shardrt, torch
@@ -88,6 +94,9 @@ class ShardingCalls:
             param_init_fn=param_init_fn,
             offload=offload,
             shard_size=shard_size,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            sync_module_states=sync_module_states,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
             runners=self._runners,

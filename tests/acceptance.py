@@ -22,6 +22,7 @@ from tests import (
     acceptance_join,
     acceptance_overlap,
     acceptance_state,
+    acceptance_strategies,
 )
 from tests.ranks import test_handshake, twins
 from tests.ranks.test_optimizer_equals_twin import PARTITIONERS, train
@@ -148,6 +149,9 @@ SECTIONS = {
     "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),
+    "memory": (acceptance_strategies.memory,),
+    "traffic": (acceptance_strategies.traffic,),
+    "hybrid": (acceptance_strategies.hybrid,),
 }
 
 

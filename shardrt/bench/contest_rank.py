@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -29,13 +29,28 @@ _COUNTERS = Path("/proc/net/dev")
 _SENT_COLUMN = 8
 
 
+class Steps(Protocol):
+    """What the loop needs of an optimizer."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+
+def _backward(loss: torch.Tensor) -> None:
+    torch.autograd.backward(loss)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Trainer:
     """What a contestant makes of a model."""
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Steps
     state_bytes: Callable[[], int]
+    backward: Callable[[torch.Tensor], None] = _backward
     settle: Callable[[], None] = lambda: None
     """Waits until the last step is complete in all parameters, where ``step`` itself does not."""
 
@@ -114,7 +129,7 @@ class Training:
             batch = self.corpus.windows(seed=_SEED, step=step, rank=rank, count=size.batch, length=size.context + 1)
             started = time.perf_counter()
             loss = trainer.model(batch)
-            loss.backward()
+            trainer.backward(loss)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)
@@ -169,17 +184,21 @@ def run_rounds(shared: Training, make_trainer: MakeTrainer, wire: Wire) -> dict[
 
 def _measure(name: str, shared: Training, make: Callable[[ExitStack], Trainer], wire: Wire) -> dict[str, Any]:
     with ExitStack() as cleanup:
-        trainer = make(cleanup)
-        shared.train(name, trainer, range(WARM_UP_STEPS))
-        with _no_collecting():
-            before = wire.count()
-            seconds = shared.train(name, trainer, range(WARM_UP_STEPS, WARM_UP_STEPS + shared.settings.steps))
-            after = wire.count()
-        return {
-            "step_seconds": seconds,
-            "wire_bytes": None if before is None or after is None else after - before,
-            "optimizer_bytes": trainer.state_bytes(),
-        }
+        return time_steps(name, shared, make(cleanup), wire)
+
+
+def time_steps(name: str, shared: Training, trainer: Trainer, wire: Wire) -> dict[str, Any]:
+    """Warm up, then take steps under the clock."""
+    shared.train(name, trainer, range(WARM_UP_STEPS))
+    with _no_collecting():
+        before = wire.count()
+        seconds = shared.train(name, trainer, range(WARM_UP_STEPS, WARM_UP_STEPS + shared.settings.steps))
+        after = wire.count()
+    return {
+        "step_seconds": seconds,
+        "wire_bytes": None if before is None or after is None else after - before,
+        "optimizer_bytes": trainer.state_bytes(),
+    }
 
 
 @contextmanager

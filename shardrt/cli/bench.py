@@ -10,7 +10,9 @@ import click
 from shardrt.cli.contest import contest_options, contest_progress, number_or_blank, show_contest
 from shardrt.cli.link import link
 from shardrt.cli.overlap import overlap
+from shardrt.cli.shard import shard
 from shardrt.cli.state import state
+from shardrt.cli.strategies import strategies
 
 if TYPE_CHECKING:
     from shardrt.bench.peers import PeersReport
@@ -25,7 +27,9 @@ def bench() -> None:
 
 bench.add_command(link)
 bench.add_command(overlap)
+bench.add_command(shard)
 bench.add_command(state)
+bench.add_command(strategies)
 
 
 @bench.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import attrs
@@ -131,11 +132,11 @@ def start_group(membership: Membership, record: BackendRecord, *, timeout: float
     return dist.group.WORLD
 
 
-def end_group(*, rank: int, log: Any) -> None:
-    """Destroy the process group that the runtime started. One that waits for operations of lost peers is left alone:
-    the end of the process ends it."""
+def end_group(group: Any = None, *, rank: int, log: Any) -> None:
+    """Destroy a process group that the runtime started, by default the default one. One that waits for operations of
+    lost peers is left alone: the end of the process ends it."""
     try:
-        within(_END_SECONDS, "ending the process group", dist.destroy_process_group, rank=rank)
+        within(_END_SECONDS, "ending the process group", partial(dist.destroy_process_group, group), rank=rank)
     except CommunicationError as error:
         log.warning("process_group.left", reason=str(error))
 

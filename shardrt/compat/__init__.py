@@ -11,7 +11,18 @@ Example:
 
 from __future__ import annotations
 
+from shardrt.compat.fsdp import FullyShardedDataParallel
+from shardrt.compat.fully_sharding import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from shardrt.compat.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardrt.compat.zero import ZeroRedundancyOptimizer
 
-__all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
+__all__ = [
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "UnshardHandle",
+    "ZeroRedundancyOptimizer",
+    "fully_shard",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+    "register_fsdp_forward_method",
+]

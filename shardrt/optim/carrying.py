@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 import torch
@@ -58,6 +58,19 @@ def forget(buckets: Iterable[BucketAtWork], *, keep_zeros: bool) -> None:
             bucket.buffers.reduced.zero_()
         else:
             bucket.accumulated = None
+
+
+def forget_some(buckets: Iterable[BucketAtWork], names: Collection[str]) -> None:
+    """Drop what was reduced of some parameters, where that is the only trace of gradients."""
+    for bucket in buckets:
+        if bucket.accumulated is None:
+            continue
+        for index, slot in enumerate(bucket.buffers.slots):
+            if slot.param.name in names:
+                bucket.accumulated[index] = 0
+        for _, owned in bucket.owned:
+            if owned.shard.param in names and owned.gradient is not None:
+                owned.gradient.zero_()
 
 
 def spread_parameters(every: Sequence[BucketBuffers], communicator: Communicator) -> None:

@@ -16,7 +16,7 @@ from shardrt.flight.recorder import noted
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers
-from shardrt.optim.carrying import Carried, carried_by, carry_on, forget, spread_parameters
+from shardrt.optim.carrying import Carried, carried_by, carry_on, forget, forget_some, spread_parameters
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
@@ -226,6 +226,10 @@ class BucketEngine:
     def forget_gradients(self, *, keep_zeros: bool = False) -> None:
         """Drop what was reduced, where that is the only trace of gradients."""
         forget(self._buckets, keep_zeros=keep_zeros)
+
+    def forget_some(self, names: Collection[str]) -> None:
+        """Drop what was reduced of some parameters."""
+        forget_some(self._buckets, names)
 
     def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
         marks = [0] * MARKS if self._settings is None else self._settings.marks()

@@ -25,6 +25,10 @@ class Followers:
     """Shards have new values: whole parameters that were gathered before are old."""
     gather: Callable[[int], None] = lambda unit: None
     """Other ranks gather a unit's parameters: take part in it."""
+    reducing: Callable[[], None] = lambda: None
+    """A synchronised backward has filled its first bucket."""
+    reduced: Callable[[], None] = lambda: None
+    """A synchronised backward has ended."""
     summoned: bool = False
     """Whether whole parameters are lent to somebody outside forward and backward."""
 

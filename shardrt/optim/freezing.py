@@ -21,7 +21,8 @@ class FreezingOptimizer(ScalingOptimizer):
     def _note_frozen(self) -> None:
         self._frozen = [name for name, param in self._params.items() if not param.tensor.requires_grad]
 
-    def _follow_freezing(self) -> bool:
+    def follow_freezing(self) -> bool:
+        """Lay out buckets anew if parameters were frozen or thawed; says whether. Every rank calls it."""
         # torch's optimizers still step a parameter that was frozen while it had a gradient: so it is here, until no
         # rank has one any more, which all ranks know from the last step.
         if self.gradients == "reduced":
@@ -48,7 +49,7 @@ class FreezingOptimizer(ScalingOptimizer):
         if not self.updates_early:
             return
         stepped = {tensor for tensor, was in zip(self._tensors, self._trained, strict=True) if was}
-        if self._follow_freezing():
+        if self.follow_freezing():
             engine = self.engine
             engine.skip(stepped)
             start_and_wait(engine.reduce, range(engine.bucket_count))

@@ -35,6 +35,13 @@ def settle_initial_values(
         broadcast_values([param.tensor for param in params], communicator, source=0)
 
 
+def sync_buffers(runtime: Runtime, buffers: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Let all ranks have the buffers of rank 0, if they differ."""
+    digests = dict(zip((name for name, _ in buffers), bit_digests(buffer for _, buffer in buffers), strict=True))
+    if runtime.differs("buffers of a module", digests):
+        broadcast_values([buffer for _, buffer in buffers], runtime.negotiate(()), source=0)
+
+
 @torch.no_grad()
 def broadcast_values(tensors: Iterable[torch.Tensor], communicator: Communicator, *, source: int) -> None:
     """Give every rank the values that one has, in windows of several tensors."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -77,3 +78,29 @@ class Mesh:
     def answering(self, place: int) -> int:
         """The rank that answers for what the ranks of this place in their groups have."""
         return self.groups[0][place]
+
+
+def groups_of(mesh: Any, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Who shares with whom, from a list of lists of ranks or a ``DeviceMesh`` of two axes, the last of which shards.
+
+    Example:
+        >>> from shardrt.optim.mesh import groups_of
+        >>> groups_of([[0, 2], [1, 3]], world_size=4)
+        ((0, 2), (1, 3))
+    """
+    rows = mesh.mesh.tolist() if hasattr(mesh, "mesh_dim_names") else mesh
+    try:
+        found = tuple(tuple(int(rank) for rank in row) for row in rows)
+    except TypeError as error:
+        raise ConfigError(
+            f"mesh={mesh!r} is not possible; give groups of ranks, or a DeviceMesh of two axes (replicas, shards)"
+        ) from error
+    if (
+        sorted(rank for row in found for rank in row) != list(range(world_size))
+        or len({len(row) for row in found}) != 1
+    ):
+        raise ConfigError(
+            f"mesh={list(map(list, found))} is not possible; groups of one size must have each of the {world_size} "
+            "ranks once"
+        )
+    return found

@@ -49,7 +49,7 @@ class ScalingOptimizer(UnevenOptimizer):
         for same in by_kind.values():
             torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
         anywhere = found_inf.reshape(1)
-        self._wires.everybody.all_reduce(anywhere, op="max").wait()
+        self.wires.everybody.all_reduce(anywhere, op="max").wait()
 
     def _refuse_when_updated_early(self, what: str) -> None:
         raise NotImplementedError

@@ -63,7 +63,7 @@ class ShardedOptimizer(FreezingOptimizer):
         self._precision = precision
         self._initial_shards = shards or {}
         self.followers = Followers()
-        self._wires, self.mesh = wires, wires.mesh
+        self.wires, self.mesh = wires, wires.mesh
         teach_grad_scaler()
         self._leaves_gradients = self._retired = False
         self._taken: list[dict[str, Any]] | None = None
@@ -296,7 +296,7 @@ class ShardedOptimizer(FreezingOptimizer):
         found = owned_shards(
             group.params,
             self.plan.partition,
-            self._wires.shared.rank,
+            self.wires.shared.rank,
             residence=self.residence,
             precision=self._precision,
             values=self._initial_shards,
@@ -316,14 +316,14 @@ class ShardedOptimizer(FreezingOptimizer):
         self._engine = BucketEngine(
             self.plan,
             self._params,
-            self._wires.shared,
+            self.wires.shared,
             gradients=self.gradients,
             owned=self._owned,
             update=self._update_shards,
             read_failed=self._runtime.report_failure,
-            gather_communicator=self._wires.gathers,
-            replicas=self._wires.replicas,
-            everybody=self._wires.everybody,
+            gather_communicator=self.wires.gathers,
+            replicas=self.wires.replicas,
+            everybody=self.wires.everybody,
             watch=self.watch,
             hooked=self._hooked,
             adopts_gradients=not self._leaves_gradients,
@@ -365,6 +365,7 @@ class ShardedOptimizer(FreezingOptimizer):
                 self._note_frozen()
                 self.engine.finish_reads()
                 self.engine.follow_moved_parameters()
+                self.followers.reducing()
             self.engine.renew(bucket)
             if isinstance(self._schedule, OverlappingSchedule) and not (self._steps == 0 and self.updates_early):
                 self._schedule.bucket_ready(self.engine, bucket)
@@ -376,6 +377,8 @@ class ShardedOptimizer(FreezingOptimizer):
             self._spans.backward(self.watch.began)
         if self._leaves_gradients:
             self._left = self._gradient_versions()
+        with self._runtime.telling_peers():
+            self.followers.reduced()
         if self.step_after_backward:
             self.step()
 
@@ -406,7 +409,7 @@ class ShardedOptimizer(FreezingOptimizer):
                 "rt.clip_grad_norm_ or rt.clip_grad_value_, or use schedule='sync'"
             )
         if not self.updates_early:
-            self._follow_freezing()
+            self.follow_freezing()
         self.engine.follow_moved_parameters()
         if self.gradients == "reduced" and not self._checked_gradients:
             agree_on_values(

@@ -28,7 +28,7 @@ class UnevenOptimizer(ScaledOptimizer):
     gradients: Gradients
     watch: BackwardWatch | None
     followers: Followers
-    _wires: Wires
+    wires: Wires
     _left: list[tuple[int, int]] | None
 
     @property
@@ -55,7 +55,7 @@ class UnevenOptimizer(ScaledOptimizer):
         flags = torch.zeros(self.engine.bucket_count, dtype=torch.int8)
         flags[list(late)] = 1
         flags = flags.to(self._runtime.device_type)
-        self._wires.everybody.all_reduce(flags, op="max").wait()
+        self.wires.everybody.all_reduce(flags, op="max").wait()
         return [int(bucket) for bucket in flags.nonzero().flatten().tolist()]
 
     def begins_anew(self) -> bool:

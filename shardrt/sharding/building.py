@@ -15,8 +15,9 @@ from shardrt.choosing import choose_partitioner
 from shardrt.errors import ConfigError
 from shardrt.handshake import Field
 from shardrt.optim.build import Materialise, build_optimizer
+from shardrt.optim.initial import sync_buffers
 from shardrt.optim.managed import ManagedOptimizer
-from shardrt.optim.mesh import Mesh
+from shardrt.optim.mesh import Mesh, groups_of
 from shardrt.optim.reach import Reach, reach_of
 from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precision
 from shardrt.optim.sharded import ShardedOptimizer
@@ -27,6 +28,7 @@ from shardrt.sharding.guarding import guard
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner, notice_backward
+from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.strategies import Strategy, offloads, strategy_called
 from shardrt.sharding.units import Unit, find_units
 
@@ -47,14 +49,18 @@ def shard_module(
     param_init_fn: Any,
     offload: Any,
     shard_size: int | None,
+    mesh: Any,
+    reshard_after_forward: bool | int,
+    sync_module_states: bool,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
     runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
     elementwise: bool | None,
     uses: Sequence[str],
     defaults: Mapping[str, Any],
+    shows_shards: bool = False,
 ) -> ManagedOptimizer:
-    """See :meth:`shardrt.Runtime.shard`."""
+    """See :meth:`shardrt.Runtime.shard`; with ``shows_shards`` for any optimizer to step, see Note [Two faces]."""
     with runtime.agreeing("shard"):
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"rt.shard takes a torch.nn.Module, got a {type(module).__name__}")
@@ -64,7 +70,9 @@ def shard_module(
         ahead = prefetch_from(prefetch)
         mixed = mixed_precision_from(mixed_precision)
         residence = chosen.residence if runtime.world_size > 1 else RESIDENT
-        residence = attrs.evolve(residence, offload=offloads(offload))
+        residence = attrs.evolve(
+            residence, offload=offloads(offload), gradients=residence.gradients and not shows_shards
+        )
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
@@ -72,42 +80,78 @@ def shard_module(
         if deferred:
             check_initialisable(found, param_init_fn)
         precision = own_precision if mixed is None else precision_by_name(module, mixed)
-    mesh = _mesh(runtime, chosen, shard_size) if runtime.world_size > 1 else None
     whole = residence.params
+    groups = _mesh(runtime, chosen, shard_size, mesh) if runtime.world_size > 1 else None
+    keeps, nearby = _nearby(runtime, module, groups, reshard_after_forward, whole=whole)
+    if sync_module_states and not deferred and runtime.world_size > 1:
+        sync_buffers(runtime, [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_meta])
     optimizer = build_optimizer(
         runtime,
         named,
         optimizer_class,
         gradients="average",
         elementwise=elementwise,
-        initial="broadcast",
+        initial="broadcast" if sync_module_states else "check",
         uses=uses,
         defaults=defaults,
         partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
         units=None if whole and mixed is None and not residence.offload else _travelling(found, precision),
         residence=residence,
         precision=precision,
-        mesh=mesh,
-        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole, mesh=mesh)
+        mesh=groups,
+        materialise=_materialising(runtime, module, found, param_init_fn, keeps_whole=whole, mesh=groups)
         if deferred
         else None,
     )
     if mixed is not None:
         cast_buffers(module, mixed, {inner for given in ignored_modules for inner in given.modules()})
         cast_inputs_of(found, mixed)
-    if isinstance(optimizer, ShardedOptimizer) and not whole:
-        runners[module] = weakref.ref(UnitRunner(found, optimizer, ahead))
+    if isinstance(optimizer, ShardedOptimizer) and (shows_shards or not whole):
+        runner = UnitRunner(
+            found,
+            optimizer,
+            ahead,
+            keeps_after_forward=keeps,
+            nearby=nearby,
+            shown=ShownShards(module, optimizer) if shows_shards else None,
+        )
+        runners[module] = weakref.ref(runner)
     elif isinstance(optimizer, ShardedOptimizer) and optimizer.watch is not None:
         notice_backward(module, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
-        guard(module, found if not whole else (), None if residence.gradients else optimizer)
+        keeps_gradients = not residence.gradients and not shows_shards
+        guard(module, () if whole else found, optimizer if keeps_gradients else None)
     return optimizer
 
 
-def _mesh(runtime: Runtime, strategy: Strategy, shard_size: int | None) -> Mesh | None:
+def _nearby(
+    runtime: Runtime, module: torch.nn.Module, mesh: Mesh | None, reshard: bool | int, *, whole: bool
+) -> tuple[bool, Communicator | None]:
+    """Whether units stay between forward and backward, or the few ranks among which they do: Note [Kept nearby]."""
+    groups = (tuple(range(runtime.world_size)),) if mesh is None else mesh.groups
+    share = 1 if whole else len(groups[0])
+    with runtime.agreeing("reshard_after_forward") as fields:
+        fields["reshard_after_forward"] = Field(value=reshard, fix="pass the same on every rank")
+        if not isinstance(reshard, int) or (not isinstance(reshard, bool) and (reshard < 1 or share % reshard)):
+            raise ConfigError(
+                f"reshard_after_forward={reshard!r} is not possible where {share} ranks share each parameter; give "
+                "True, False, or a number of ranks that divides them"
+            )
+    if isinstance(reshard, bool) or reshard in (1, share):
+        return reshard is False or (reshard is not True and reshard == 1), None
+    few = [group[start : start + reshard] for group in groups for start in range(0, len(group), reshard)]
+    dtypes = {str(param.dtype).removeprefix("torch.") for param in module.parameters()}
+    return False, runtime.open_among(few, dtypes)
+
+
+def _mesh(runtime: Runtime, strategy: Strategy, shard_size: int | None, mesh: Any) -> Mesh | None:
     """Which ranks divide state among themselves; None where all do."""
     with runtime.agreeing("groups of ranks") as fields:
+        given = None if mesh is None else groups_of(mesh, runtime.world_size)
+        fields["mesh"] = Field(value=given, fix="pass the same mesh on every rank")
         fields["shard_size"] = Field(value=shard_size, fix="pass the same shard_size on every rank")
+        if given is not None and (strategy.shares != "host" or shard_size is not None):
+            raise ConfigError("mesh= says which ranks share under a hybrid strategy; use it there, without shard_size=")
         if strategy.shares == "none":
             if shard_size not in (None, 1):
                 raise ConfigError(f"shard_size={shard_size!r} with strategy={strategy.name!r}, which shards nothing")
@@ -119,6 +163,8 @@ def _mesh(runtime: Runtime, strategy: Strategy, shard_size: int | None) -> Mesh 
             )
     if strategy.shares == "all":
         return None
+    if given is not None:
+        return Mesh(groups=given, rank=runtime.rank)
     hosts = runtime.told("hosts of ranks", os.environ.get("SHARDRT_HOST") or socket.gethostname())
     with runtime.agreeing("groups of ranks, made"):
         if shard_size is not None:

@@ -30,7 +30,9 @@ from shardrt.errors import StateError
 from shardrt.optim.backward import BackwardToken
 from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
+from shardrt.protocols import Communicator
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
+from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.tensors import differentiable
 from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import UnitParams
@@ -40,9 +42,23 @@ from shardrt.sharding.units import Unit
 class UnitRunner:
     """The hooks of one sharded module. See Note [When units come and go]."""
 
-    def __init__(self, units: Sequence[Unit], optimizer: ShardedOptimizer, prefetch: Prefetch) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        optimizer: ShardedOptimizer,
+        prefetch: Prefetch,
+        *,
+        keeps_after_forward: bool = False,
+        nearby: Communicator | None = None,
+        shown: ShownShards | None = None,
+    ) -> None:
+        """``keeps_after_forward``: units stay until their backward. ``nearby``: see Note [Kept nearby]. ``shown``: what
+        the module's attributes are outside forward and backward, if not the whole parameters."""
         self._units = units
         self._prefetch = prefetch
+        self._keeping = {number for number in range(len(units)) if keeps_after_forward}
+        self._nearby = nearby
+        self.shown = shown
         self._order = RunningOrder()
         self._depth = 0
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
@@ -75,14 +91,41 @@ class UnitRunner:
             UnitParams(
                 names,
                 number,
-                engine.buffers_of(set(unit.params)),
+                [one for one in engine.buffers_of(set(unit.params)) if not one.residence.params],
                 engine.gathers_with,
                 on_read=self._may_read,
                 on_gather=self._announce,
+                nearby=self._nearby,
             )
             for number, unit in enumerate(self._units)
         ]
         self.put_all_away()
+        if self.shown is not None:
+            self.shown.follow(engine)
+
+    def keep_after_forward(self, module: torch.nn.Module, keeps: bool) -> None:
+        """Whether a unit stays between its forward and its backward."""
+        for number, unit in enumerate(self._units):
+            if unit.module is module:
+                (self._keeping.add if keeps else self._keeping.discard)(number)
+
+    def params_of(self, module: torch.nn.Module) -> list[UnitParams]:
+        """Of the unit that a module is, or of all for the root."""
+        found = zip(self._units, self.params, strict=True)
+        return [params for unit, params in found if unit.module is module or self._units[0].module is module]
+
+    def run_as_forward(
+        self, module: torch.nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Another method of a unit's module, with its parameters here as in forward."""
+        number = next(number for number, unit in enumerate(self._units) if unit.module is module)
+        output = None
+        self._before(number)(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._after(number)(module, args, output)
+        return output
 
     def put_all_away(self) -> None:
         """Only shards are left."""
@@ -100,6 +143,10 @@ class UnitRunner:
         if optimizer is not None and optimizer.announcer is not None:
             optimizer.announcer.announce("gather", optimizer, unit=number)
 
+    def _is_joined(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.announcer is not None
+
     def _take_part(self, number: int) -> None:
         """Other ranks gather a unit, of which this rank has a part and no use for the whole."""
         self._bring(number)
@@ -112,11 +159,13 @@ class UnitRunner:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del module
             recomputing = torch._C._current_graph_task_id() != -1
+            if recomputing and self.shown is not None:
+                self.shown.show_whole()
             if not recomputing:
                 self._refuse_summoned()
                 self._clear_up(number)
                 if self._depth == 0:
-                    self._order.begin()
+                    self._begin_forward()
                 self._order.ran(number)
             self._depth += 1
             ahead = self._order.next_forward(self._prefetch.limit) if self._prefetch.forward and not recomputing else ()
@@ -142,10 +191,13 @@ class UnitRunner:
                 if not torch.is_grad_enabled():
                     self._put_away(number)
                 return
-            if number or not outputs:
-                self._put_away(number)
-            if self._depth == 0 and not outputs:
-                self.put_all_away()
+            if not outputs or (number and number not in self._keeping):
+                self._put_away(number, for_backward=bool(outputs))
+            if self._depth == 0:
+                if not outputs:
+                    self.put_all_away()
+                if self.shown is not None:
+                    self.shown.show_shards()
 
         begins = uncompiled(lambda _: self._backward_begins(number))
         return uncompiled(hook)
@@ -156,6 +208,15 @@ class UnitRunner:
             self._depth = 0
             self._in_backward = False
             self.put_all_away()
+            if self.shown is not None:
+                self.shown.show_shards()
+
+    def _begin_forward(self) -> None:
+        self._order.begin()
+        if self.shown is not None:
+            if self.shown.changed():  # whole parameters that are still here are of before the step
+                self.put_all_away()
+            self.shown.show_whole()
 
     def _refuse_summoned(self) -> None:
         optimizer = self._optimizer()
@@ -173,11 +234,12 @@ class UnitRunner:
                 self.params[later].start()
             self.params[number].bring()
 
-    def _put_away(self, number: int) -> None:
+    def _put_away(self, number: int, *, for_backward: bool = False) -> None:
         """Unless a backward that goes on has begun with it."""
         if not any(number in backward.units for backward in list(self._backwards.values())):
             self._recomputed.discard(number)
-            self.params[number].put_away()
+            # Ranks that follow others' gathers have kept nothing nearby.
+            self.params[number].put_away(for_backward=for_backward and not self._is_joined())
 
     def _backward_begins(self, number: int) -> None:
         self._running_backward().units.add(number)
@@ -192,6 +254,8 @@ class UnitRunner:
             found = _Backward(self._backward_ended)
             self._backwards[found.task] = found
             self._in_backward = True
+            if self.shown is not None:
+                self.shown.show_whole()
         return found
 
     def _backward_done(self, number: int) -> None:
@@ -210,6 +274,8 @@ class UnitRunner:
         if not self._backwards:
             self._in_backward = False
             self.put_all_away()
+            if self.shown is not None:
+                self.shown.show_shards()
             return
         for number in backward.units | self._recomputed:
             self._put_away(number)

@@ -9,6 +9,10 @@ Note [Gathers are told apart]: a gather does not know what is gathered. If one r
 another of the same size, each would get half of both, and compute on. So every gather goes along with the number of the
 unit, two bytes from each rank, and numbers that differ are an error on all of them.
 
+Note [Kept nearby]: between forward and backward a unit need not go as far away as between steps. With
+``reshard_after_forward`` as a number of ranks each of that many neighbours keeps its part of the gathered parameters,
+and backward gathers among these few.
+
 Note [Lent parameters]: whoever reads a parameter outside its unit's forward may need it again in backward, where no
 hook tells when. So a unit that was gathered for such a reader stays until backward has ended.
 """
@@ -34,13 +38,15 @@ class UnitParams:
         number: int,
         buffers: Sequence[BucketBuffers],
         communicator: Communicator,
+        *,
         on_read: Callable[[], bool],
-        on_gather: Callable[[int], None] = lambda number: None,
+        on_gather: Callable[[int], None],
+        nearby: Communicator | None = None,
     ) -> None:
         """``names`` are those of all units, of which this is the one with the ``number``.
 
-        ``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered.
-        ``on_gather`` is told of each gather right before it.
+        ``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered. ``on_gather`` is
+        told of each gather right before it. ``nearby`` are the ranks among which it stays between forward and backward.
         """
         self._names = [name or "root" for name in names]
         self.name = self._names[number]
@@ -49,6 +55,8 @@ class UnitParams:
         """Of the whole parameters."""
         self._buffers = buffers
         self._communicator = communicator
+        self._nearby = nearby
+        self._near: list[torch.Tensor] | None = None
         self._on_read = on_read
         self._on_gather = on_gather
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
@@ -75,7 +83,14 @@ class UnitParams:
         if self._buffers:
             self._on_gather(self._number)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self._works = [self._tell_number()] if self._buffers else []
+            near, self._near = self._near, None
+            if near is not None and self._nearby is not None:
+                self._works = [self._tell_number(self._nearby)]
+                self._works += [
+                    _gather_nearby(one, kept, self._nearby) for one, kept in zip(self._buffers, near, strict=True)
+                ]
+                return
+            self._works = [self._tell_number(self._communicator)] if self._buffers else []
             for one in self._buffers:
                 one.obtain_params()
                 self._works.append(self._communicator.all_gather(one.params, one.bucket.splits))
@@ -93,13 +108,13 @@ class UnitParams:
         let_read(self._tensors)
         self.is_here = True
 
-    def _tell_number(self) -> Work:
+    def _tell_number(self, communicator: Communicator) -> Work:
         """See Note [Gathers are told apart]."""
-        size, here = self._communicator.world_size, self._communicator.rank
+        size, here = communicator.world_size, communicator.rank
         told = torch.zeros(2 * size, dtype=torch.int8)
         told[2 * here], told[2 * here + 1] = self._number % 128, self._number // 128 % 128
         self._told = told.to(self._buffers[0].params.device)
-        return self._communicator.all_gather(self._told, [2] * size)
+        return communicator.all_gather(self._told, [2] * size)
 
     def _wait(self, works: Sequence[Work]) -> None:
         try:
@@ -122,15 +137,23 @@ class UnitParams:
                     "is not wanted), leave what only some ranks run out of units=, or use strategy='shard_grad_op'"
                 )
 
-    def put_away(self, *, lent_too: bool = False) -> None:
-        """Give their memory back; what is on its way arrives first. See Note [Lent parameters]."""
+    def put_away(self, *, lent_too: bool = False, for_backward: bool = False) -> None:
+        """Give their memory back; what is on its way arrives first. See Note [Lent parameters].
+
+        ``for_backward``: they are needed again before they change. See Note [Kept nearby].
+        """
         if self._is_lent and not lent_too:
             return
         self._is_lent = False
         if self._works is not None:
             self.bring()
+        if not for_backward:
+            self._near = None
         if not self.is_here:
             return
+        if for_backward and self._nearby is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._near = [_near_part(one.params, self._nearby).clone() for one in self._buffers]
         with torch._C.DisableTorchFunctionSubclass():
             for one in self._buffers:
                 one.give_back_params()
@@ -146,3 +169,18 @@ class UnitParams:
             )
         self.bring()
         self._is_lent = True
+
+
+def _near_splits(numel: int, ranks: int) -> list[int]:
+    share, left = divmod(numel, ranks)
+    return [share + (rank < left) for rank in range(ranks)]
+
+
+def _near_part(whole: torch.Tensor, nearby: Communicator) -> torch.Tensor:
+    return torch.split(whole, _near_splits(whole.numel(), nearby.world_size))[nearby.rank]
+
+
+def _gather_nearby(one: BucketBuffers, kept: torch.Tensor, nearby: Communicator) -> Work:
+    one.obtain_params()
+    _near_part(one.params, nearby).copy_(kept)
+    return nearby.all_gather(one.params, _near_splits(one.params.numel(), nearby.world_size))

@@ -118,13 +118,23 @@ def _chosen(root: torch.nn.Module, units: Any, ignored: Collection[torch.nn.Modu
     if isinstance(units, (Sequence, set, frozenset)) and not isinstance(units, str):
         return _listed(units, modules)
     if hasattr(units, "_run_policy"):  # a policy object of torch's (ModuleWrapPolicy, CustomPolicy)
-        return set(units._run_policy(root, set(ignored), {}))
+        return _by_policy(units._run_policy(root, set(ignored), {}))
     if callable(units):
         return _by_function(root, units, set(ignored))
     raise ConfigError(
         f"units={units!r} is not possible; give module classes, modules, a number of parameters, or a function of a "
         "module"
     )
+
+
+def _by_policy(chosen: Mapping[torch.nn.Module, Mapping[str, Any]]) -> set[torch.nn.Module]:
+    for module, options in chosen.items():
+        if options:
+            raise ConfigError(
+                f"the policy gives {type(module).__name__} options of its own ({', '.join(options)}), but all units of "
+                "a module are sharded alike; let it return True"
+            )
+    return set(chosen)
 
 
 def _listed(units: Iterable[Any], modules: Sequence[torch.nn.Module]) -> set[torch.nn.Module]:

@@ -19,8 +19,9 @@ from shardrt.plan import Shard
 from shardrt.protocols import TensorSpec
 from shardrt.state.tree import pack, unpack
 
-WRAPPERS = ("module", "_orig_mod")
-"""Parts that DistributedDataParallel and torch.compile put into names; state is stored without them."""
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts that DistributedDataParallel, torch.compile, FSDP and checkpoint wrappers put into names; state is stored
+without them."""
 
 
 @attrs.frozen(kw_only=True)
