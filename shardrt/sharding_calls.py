@@ -16,6 +16,7 @@ from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.sharding.building import shard_module
 from shardrt.sharding.own_state import answer_by_runtime
 from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.summoned_gradients import SummonedGradients
 from shardrt.sharding.summoning import summoned
 
 
@@ -119,12 +120,15 @@ class ShardingCalls:
         writeback: bool = True,
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Iterator[None]:
         """A block in which a sharded module has its whole parameters, in full precision. Every rank must enter it.
 
         ``recurse=False`` is for the module's own, without those of modules inside it. What is written to them is kept
         if ``writeback``. With ``rank0_only`` the other ranks do not get them; nothing is written back then.
-        ``offload_to_cpu`` puts them into the CPU's memory meanwhile.
+        ``offload_to_cpu`` puts them into the CPU's memory meanwhile. ``with_grads``, between backward and step, puts
+        the whole reduced gradients into ``p.grad`` meanwhile; what is written to them is what the step takes, if
+        ``writeback``.
 
         Example:
             >>> import shardrt, torch
@@ -139,12 +143,18 @@ class ShardingCalls:
             raise ConfigError(
                 "summon_full_params cannot write back what one rank alone has; pass writeback=False with rank0_only"
             )
+        if with_grads and (rank0_only or offload_to_cpu):
+            raise ConfigError(
+                "summon_full_params lends gradients to all ranks, where the parameters are; pass with_grads without "
+                "rank0_only and offload_to_cpu"
+            )
         wanted = set(module.parameters(recurse=recurse))
         optimizers = [made for made in self.living_optimizers() if isinstance(made, ShardedOptimizer)]
         with ExitStack() as stack:
             for optimizer in optimizers:
                 if wanted & optimizer.trained():
                     optimizer.finish()
+                    gradients = SummonedGradients(optimizer, wanted, writeback=writeback) if with_grads else None
                     summon = summoned(
                         optimizer.engine.every_buffers(),
                         wanted,
@@ -158,5 +168,9 @@ class ShardingCalls:
                     followers = optimizer.followers
                     stack.callback(setattr, followers, "summoned", followers.summoned)
                     followers.summoned = True
+                    if gradients is not None:
+                        stack.callback(gradients.restore)
                     stack.enter_context(summon)
+                    if gradients is not None:
+                        stack.enter_context(gradients.lent())
             yield

@@ -414,6 +414,11 @@ class BucketEngine:
         return [buffers for buffers in self.every_buffers() if buffers.bucket.params[0] in names]
 
     @property
+    def at_work(self) -> Sequence[BucketAtWork]:
+        """The buckets that are trained."""
+        return self._buckets
+
+    @property
     def gathers_with(self) -> Communicator:
         """What parameters are gathered with."""
         return self._gather_communicator
@@ -433,7 +438,7 @@ class BucketEngine:
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
                 if tensor.requires_grad:
-                    arrived = None if self._watch is None else partial(self._watch.arrived, index)
+                    arrived = None if self._watch is None else partial(self._watch.arrived, index, id(tensor))
                     move = move_gradient_home(bucket, slot, self._adopts, arrived)
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
