@@ -30,7 +30,7 @@ from shardrt.optim.gradients import (
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.params import NamedParam
 from shardrt.optim.placing import place_owned_shards
-from shardrt.optim.readers import UnfinishedBucket, may_be_read_later
+from shardrt.optim.readers import Reading, UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
@@ -374,7 +374,7 @@ class BucketEngine:
 
     def finish_reads(self) -> None:
         """Wait for every gather that was left to readers."""
-        start_and_wait(_Reading, self._unfinished)
+        start_and_wait(Reading, self._unfinished)
         self._unfinished.clear()
 
     def settle(self) -> None:
@@ -443,13 +443,3 @@ class BucketEngine:
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
-
-
-class _Reading:
-    """Waiting for a bucket that was left to readers."""
-
-    def __init__(self, unfinished: UnfinishedBucket) -> None:
-        self._unfinished = unfinished
-
-    def wait(self) -> None:
-        self._unfinished.finish()

@@ -131,6 +131,17 @@ class UnfinishedBucket:
             return True
 
 
+class Reading:
+    """Waiting for a bucket that was left to readers."""
+
+    def __init__(self, unfinished: UnfinishedBucket) -> None:
+        self._unfinished = unfinished
+
+    def wait(self) -> None:
+        """See :class:`shardrt.protocols.Work`."""
+        self._unfinished.finish()
+
+
 def may_be_read_later() -> bool:
     """Whether reads can be watched. Compiled code looks at the class of its inputs and would be compiled anew each
     time: once torch.compile has been at work in this process, gathers are waited for inside the step."""
