@@ -40,7 +40,7 @@ Message = tuple[int, torch.Tensor]
 
 
 class GlooCommunicator:
-    """See :class:`shardrt.protocols.Communicator`. ``chunk_mb`` bounds the memory that a reduction needs per peer."""
+    """See :class:`shardrt.protocols.Communicator`. ``chunk_mb`` bounds the memory that a reduction needs."""
 
     name = "gloo"
     capabilities = Capabilities(concurrent=True)
@@ -54,8 +54,9 @@ class GlooCommunicator:
         self._group = group
         self._issued = 0
         self._running = 0
-        self._chunk_bytes = int(chunk_mb * 2**20)
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
+        # Two chunks of every peer are in memory: one arrives while the other is added up.
+        self._chunk_bytes = max(_SMALL_BYTES, int(chunk_mb * 2**20) // (2 * max(1, len(self._peers))))
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._thread = self._make_thread()

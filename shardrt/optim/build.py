@@ -70,7 +70,7 @@ def build_optimizer(
             units=units,
             world_size=runtime.world_size if mesh is None else len(mesh.shard_group),
             # Gradients that go as soon as they are reduced go bucket by bucket.
-            bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or _GOING_BYTES,
+            bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or GOING_BYTES,
             optimizer_class=optimizer_class,
             reach=reach,
         )
@@ -151,7 +151,8 @@ def _communicators(
     return runtime.negotiate(dtypes), None
 
 
-_GOING_BYTES = 8 * 2**20
+GOING_BYTES = 8 * 2**20
+"""Of a bucket whose gradients go as soon as they are reduced."""
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 from shardrt.choosing import choose_partitioner
 from shardrt.errors import ConfigError
 from shardrt.handshake import Field
-from shardrt.optim.build import Materialise, build_optimizer
+from shardrt.optim.build import GOING_BYTES, Materialise, build_optimizer
 from shardrt.optim.initial import sync_buffers
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.mesh import Mesh, groups_of
@@ -81,6 +81,7 @@ def shard_module(
             check_initialisable(found, param_init_fn)
         precision = own_precision if mixed is None else precision_by_name(module, mixed)
     whole = residence.params
+    dividing = _partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole)
     groups = _mesh(runtime, chosen, shard_size, mesh) if runtime.world_size > 1 else None
     keeps, nearby = _nearby(runtime, module, groups, reshard_after_forward, whole=whole)
     if sync_module_states and not deferred and runtime.world_size > 1:
@@ -94,8 +95,10 @@ def shard_module(
         initial="broadcast" if sync_module_states else "check",
         uses=uses,
         defaults=defaults,
-        partitioner=_partitioner(runtime, partitioner, optimizer_class, elementwise, whole=whole),
-        units=None if whole and mixed is None and not residence.offload else _travelling(found, precision),
+        partitioner=dividing,
+        units=None
+        if whole and mixed is None and not residence.offload
+        else _travelling(found, precision, dict(named), _bucket_bytes(runtime, dividing)),
         residence=residence,
         precision=precision,
         mesh=groups,
@@ -192,14 +195,30 @@ def _materialising(
     return run
 
 
-def _travelling(units: Sequence[Unit], precision: PrecisionOf) -> tuple[tuple[str, ...], ...]:
-    """What shares buckets: parameters of one unit and one precision."""
+def _bucket_bytes(runtime: Runtime, partitioner: Partitioner) -> int | None:
+    """How large a bucket of a unit may be. Where parameters stay whole, few of them could not be divided evenly."""
+    return (runtime.bucket_bytes or GOING_BYTES) if getattr(partitioner, "cuts_parameters", False) else None
+
+
+def _travelling(
+    units: Sequence[Unit], precision: PrecisionOf, params: Mapping[str, torch.Tensor], most: int | None
+) -> tuple[tuple[str, ...], ...]:
+    """What shares buckets: neighbours of one unit and one precision, of so many bytes.
+
+    A large unit has several, each divided among all ranks: its gradients are on their way before all are there.
+    """
     found: list[tuple[str, ...]] = []
     for unit in units:
-        by_precision: dict[Precision, list[str]] = {}
+        open_groups: dict[Precision, tuple[list[str], int]] = {}
+        groups: list[list[str]] = []
         for name in unit.params:
-            by_precision.setdefault(precision(name), []).append(name)
-        found += [tuple(names) for names in by_precision.values()]
+            names, size = open_groups.get(precision(name), ([], 0))
+            if not names or (most is not None and size + params[name].nbytes > most):
+                names, size = [], 0
+                groups.append(names)
+            names.append(name)
+            open_groups[precision(name)] = (names, size + params[name].nbytes)
+        found += map(tuple, groups)
     return tuple(found)
 
 

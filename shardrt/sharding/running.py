@@ -14,6 +14,10 @@ backward has begun with is not put away by another that is inside it.
 Note [After an exception]: a forward that raised has its units put away by hooks that are called all the same. Those are
 not called for what is no ``Exception``, and an exception ends backward without any call: what such have left is noticed
 when the next forward begins, and put away then.
+
+Note [Out before in]: what one unit returns the next one takes, so the gradient of that tensor ends one backward and
+begins another. Hooks on a tensor run in the order in which they came; so that the one unit goes before the parameters
+of yet another are asked for, hooks on outputs are added only after those on the next unit's inputs.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ class UnitRunner:
         """Whether one has begun; it may have raised."""
         self._recomputed: set[int] = set()
         """Units that a recomputation has brought, and nothing has put away since."""
+        self._unhooked: list[tuple[list[torch.Tensor], Callable[[torch.Tensor], None]]] = []
+        """Outputs of units that have run, and what to call before their backward."""
         self.params: list[UnitParams] = []
         self._optimizer = weakref.ref(optimizer)
         self._take_over(optimizer.engine)
@@ -176,6 +182,7 @@ class UnitRunner:
                 inputs = differentiable((args, kwargs)) if number else []
                 if inputs:
                     register_multi_grad_hook(inputs, done, mode="all")
+                self._hook_outputs()
 
         done = uncompiled(lambda _: self._backward_done(number))
         return uncompiled(hook)
@@ -186,8 +193,11 @@ class UnitRunner:
             self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
             outputs = differentiable(output) if torch.is_grad_enabled() else []
             if outputs:
-                register_multi_grad_hook(outputs, begins, mode="any")
-            if torch._C._current_graph_task_id() != -1:
+                self._unhooked.append((outputs, begins))
+            recomputing = torch._C._current_graph_task_id() != -1
+            if recomputing or number == 0 or self._depth == 0:
+                self._hook_outputs()
+            if recomputing:
                 if not torch.is_grad_enabled():
                     self._put_away(number)
                 return
@@ -202,10 +212,17 @@ class UnitRunner:
         begins = uncompiled(lambda _: self._backward_begins(number))
         return uncompiled(hook)
 
+    def _hook_outputs(self) -> None:
+        """See Note [Out before in]."""
+        for outputs, begins in self._unhooked:
+            register_multi_grad_hook(outputs, begins, mode="any")
+        self._unhooked.clear()
+
     def _clear_up(self, number: int) -> None:
         """See Note [After an exception]."""
         if (number == 0 and self._depth) or (self._in_backward and not self._backwards):
             self._depth = 0
+            self._unhooked.clear()
             self._in_backward = False
             self.put_all_away()
             if self.shown is not None:
