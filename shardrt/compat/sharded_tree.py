@@ -142,10 +142,28 @@ class ShardedTree:
             yield
 
     @contextmanager
-    def summoned(self, module: torch.nn.Module, **options: Any) -> Iterator[None]:
+    def summoned(self, module: torch.nn.Module, *, with_grads: bool = False, **options: Any) -> Iterator[None]:
         """A block in which a module of the tree has its whole parameters, with their values."""
-        with self.whole(), self.runtime.summon_full_params(module, **options):
+        modules = module.modules() if options.get("recurse", True) else [module]
+        with ExitStack() as stack:
+            stack.enter_context(self.whole())
+            stack.enter_context(self.runtime.summon_full_params(module, **options))
+            if with_grads and self.shown is not None:
+                gradients = self.shown.whole_gradients(modules, writeback=options.get("writeback", True))
+                stack.enter_context(gradients)
             yield
+
+    def start_over(self) -> None:
+        """An exception has ended a forward or backward on every rank: drop its gradients, and be as before it."""
+        watch = getattr(self.holder, "watch", None)
+        if watch is not None:
+            watch.abandon()
+        if self.shown is not None:
+            self.shown.drop_gradients()
+        else:
+            self.holder.zero_grad()
+        if self.runner is not None:
+            self.runner.start_over()
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates."""

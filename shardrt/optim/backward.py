@@ -91,6 +91,13 @@ class BackwardWatch:
                 "run, checkpoint with use_reentrant=False, or use schedule='sync'"
             )
 
+    def abandon(self) -> None:
+        """An exception has ended the last backward: hand on what is left, so that ranks agree on what comes next."""
+        if self._task is not None:
+            self._missing = [0] * len(self._sizes)
+            self._hand_on()
+            self._task = None
+
     def _hand_on(self) -> None:
         while self._next < len(self._missing) and self._missing[self._next] <= 0:
             self._next += 1

@@ -3,7 +3,8 @@
 Note [When units come and go]: before a unit's forward its parameters are brought, after it they are put away. Its
 outputs carry a hook that brings them again before its backward begins, its inputs one that puts them away when their
 gradients are there, which is when nothing in the unit is left to compute. Inputs without gradients (the first layer's)
-leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward.
+leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward,
+unless they are told to go between the two.
 Inside backward a forward is a recomputation (activation checkpointing): what it brings stays for the gradients that
 are computed next.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -28,6 +29,8 @@ from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.unit_params import UnitParams
 from shardrt.sharding.units import Unit
+
+Direction = Literal["forward", "backward"]
 
 
 class UnitRunner:
@@ -47,7 +50,9 @@ class UnitRunner:
         the module's attributes are outside forward and backward, if not the whole parameters."""
         self._units = units
         self._prefetch = prefetch
-        self._keeping = {number for number in range(len(units)) if keeps_after_forward}
+        self._keeping = set(range(len(units) if keeps_after_forward else 1))
+        self._staying: set[int] = set()
+        self._told_ahead: dict[tuple[Direction, int], list[int]] = {}
         self._nearby = nearby
         self.shown = shown
         self._order = RunningOrder()
@@ -91,6 +96,25 @@ class UnitRunner:
             if unit.module is module:
                 (self._keeping.add if keeps else self._keeping.discard)(number)
 
+    def stay_after_backward(self, module: torch.nn.Module, stays: bool) -> None:
+        """Whether a unit stays after its backward, for the next forward, unless a step comes first."""
+        for number, unit in enumerate(self._units):
+            if unit.module is module:
+                (self._staying.add if stays else self._staying.discard)(number)
+
+    def fetch_ahead(self, direction: Direction, module: torch.nn.Module, others: Sequence[torch.nn.Module]) -> None:
+        """Say which units are asked for when this one computes, in place of those that came next last time."""
+        numbers = {unit.module: number for number, unit in enumerate(self._units)}
+        if module in numbers:
+            self._told_ahead[direction, numbers[module]] = [numbers[other] for other in others if other in numbers]
+
+    def start_over(self) -> None:
+        """An exception has ended a forward or backward: as if it had never begun."""
+        self._depth, self._task = 0, None
+        self.put_all_away()
+        if self.shown is not None:
+            self.shown.show_shards()
+
     def params_of(self, module: torch.nn.Module) -> list[UnitParams]:
         """Of the unit that a module is, or of all for the root."""
         found = zip(self._units, self.params, strict=True)
@@ -129,8 +153,8 @@ class UnitRunner:
             self._depth += 1
             mine = self.params[number]
             mine.start()
-            if self._prefetch.forward and not recomputing:
-                for ahead in self._order.next_forward(self._prefetch.limit):
+            if not recomputing:
+                for ahead in self._next_forward(number):
                     self.params[ahead].start()
             mine.bring()
             if number and torch.is_grad_enabled() and not recomputing:
@@ -149,7 +173,7 @@ class UnitRunner:
             outputs = _tensors(output) if torch.is_grad_enabled() else []
             if outputs:
                 register_multi_grad_hook(outputs, lambda _: self._backward_begins(number), mode="any")
-            if not outputs or (number and number not in self._keeping):
+            if not outputs or number not in self._keeping:
                 self.params[number].put_away(for_backward=bool(outputs))
             if self._depth == 0:
                 if not outputs:
@@ -174,8 +198,11 @@ class UnitRunner:
                 "the block first"
             )
 
-    def _put_away(self, number: int) -> None:
-        self.params[number].put_away()
+    def _next_forward(self, number: int) -> Sequence[int]:
+        told = self._told_ahead.get(("forward", number))
+        if told is not None:
+            return told
+        return self._order.next_forward(self._prefetch.limit) if self._prefetch.forward else ()
 
     def _backward_begins(self, number: int) -> None:
         task = torch._C._current_graph_task_id()
@@ -186,13 +213,18 @@ class UnitRunner:
                 self.shown.show_whole()
         mine = self.params[number]
         mine.start()
-        if self._prefetch.backward == "pre":
+        told = self._told_ahead.get(("backward", number))
+        if told is not None:
+            for ahead in told:
+                self.params[ahead].start()
+        elif self._prefetch.backward == "pre":
             self._start_ahead(number)
         mine.bring()
 
     def _backward_done(self, number: int) -> None:
-        self._put_away(number)
-        if self._prefetch.backward == "post":
+        if number not in self._staying:
+            self.params[number].put_away()
+        if self._prefetch.backward == "post" and ("backward", number) not in self._told_ahead:
             self._start_ahead(number)
 
     def _start_ahead(self, number: int) -> None:
@@ -201,7 +233,9 @@ class UnitRunner:
 
     def _backward_ended(self) -> None:
         self._task = None
-        self.put_all_away()
+        for number, params in enumerate(self.params):
+            if number not in self._staying:
+                params.put_away(lent_too=True)
         if self.shown is not None:
             self.shown.show_shards()
 
