@@ -310,7 +310,7 @@ class FullyShardedDataParallel(OptimizerStates):
             raise ConfigError("with_grads goes with neither rank0_only nor offload_to_cpu; leave these out")
         with ExitStack() as stack:
             for one in roots_of(module):
-                inner = module if one._outer is not None else one._fsdp_wrapped_module
+                inner = (module if isinstance(module, FullyShardedDataParallel) else one)._fsdp_wrapped_module
                 stack.enter_context(
                     one.sharded_tree.summoned(
                         inner,
@@ -340,7 +340,11 @@ def _move(module: torch.nn.Module, device: torch.device, settings: TreeSettings)
                 if tensor is None or inner in ignored or any(tensor is one for one in settings.ignored_parameters):
                     continue
                 if tensor.device.type == "cpu" and device.type != "cpu":
-                    tensor.data = tensor.data.to(device)
+                    moved = tensor.detach().to(device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+                    vars(moved).update(vars(tensor))
+                    torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call] # the same object for all
 
 
 _ALIKE = ("strategy", "process_group", "mesh", "mixed_precision", "offload", "prefetch", "param_init_fn")

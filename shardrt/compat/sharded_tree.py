@@ -142,15 +142,31 @@ class ShardedTree:
             yield
 
     @contextmanager
-    def summoned(self, module: torch.nn.Module, *, with_grads: bool = False, **options: Any) -> Iterator[None]:
-        """A block in which a module of the tree has its whole parameters, with their values."""
-        modules = module.modules() if options.get("recurse", True) else [module]
+    def summoned(
+        self,
+        module: torch.nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """A block in which a module of the tree has its whole parameters, with their values: all that are in it, or
+        only those of its own unit."""
         with ExitStack() as stack:
             stack.enter_context(self.whole())
-            stack.enter_context(self.runtime.summon_full_params(module, **options))
+            wanted = set(module.parameters())
+            if not recurse and self.runner is not None:
+                named = self.holder.named()
+                wanted &= {named[name] for name in self.runner.names_of(module)}  # type: ignore[arg-type]
+            stack.enter_context(
+                self.runtime._summoned(
+                    wanted, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu
+                )
+            )
             if with_grads and self.shown is not None:
-                gradients = self.shown.whole_gradients(modules, writeback=options.get("writeback", True))
-                stack.enter_context(gradients)
+                stack.enter_context(self.shown.whole_gradients(wanted, writeback=writeback))
             yield
 
     def start_over(self) -> None:

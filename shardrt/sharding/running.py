@@ -120,6 +120,10 @@ class UnitRunner:
         found = zip(self._units, self.params, strict=True)
         return [params for unit, params in found if unit.module is module or self._units[0].module is module]
 
+    def names_of(self, module: torch.nn.Module) -> set[str]:
+        """The parameters of the unit that a module is, without those of units inside it."""
+        return {name for unit in self._units if unit.module is module for name in unit.params}
+
     def run_as_forward(
         self, module: torch.nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:

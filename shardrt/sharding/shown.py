@@ -9,7 +9,7 @@ copied either way. A part whose gradient somebody has set to None counts as zero
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -157,9 +157,8 @@ class ShownShards:
             part.grad = self._wholes[name].grad = None
 
     @contextmanager
-    def whole_gradients(self, modules: Iterable[torch.nn.Module], *, writeback: bool) -> Iterator[None]:
+    def whole_gradients(self, wanted: Collection[torch.Tensor], *, writeback: bool) -> Iterator[None]:
         """A block in which whole parameters have whole gradients, gathered on all ranks; attributes must be whole."""
-        wanted = {param for module in modules for param in module.parameters(recurse=False)}
         names = [name for name, whole in self._wholes.items() if whole in wanted and self.shards[name].grad is not None]
         before = {name: self._wholes[name].grad for name in names}
         for name in names:
