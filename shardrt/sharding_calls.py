@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from shardrt.errors import ConfigError
+from shardrt.optim.kept import kept_dtype
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.sharding.building import shard_module
+from shardrt.sharding.own_state import answer_by_runtime
 from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.summoned_gradients import SummonedGradients
 from shardrt.sharding.summoning import summoned
 
 
@@ -104,6 +107,8 @@ class ShardingCalls:
             defaults=defaults,
         )
         self._optimizers.append(weakref.ref(made))
+        if any(kept_dtype(param) is not None for param in module.parameters()):
+            answer_by_runtime(module, self)  # type: ignore[arg-type]
         return module, made
 
     @contextmanager
@@ -115,12 +120,15 @@ class ShardingCalls:
         writeback: bool = True,
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
+        with_grads: bool = False,
     ) -> Iterator[None]:
         """A block in which a sharded module has its whole parameters, in full precision. Every rank must enter it.
 
         ``recurse=False`` is for the module's own, without those of modules inside it. What is written to them is kept
         if ``writeback``. With ``rank0_only`` the other ranks do not get them; nothing is written back then.
-        ``offload_to_cpu`` puts them into the CPU's memory meanwhile.
+        ``offload_to_cpu`` puts them into the CPU's memory meanwhile. ``with_grads``, between backward and step, puts
+        the whole reduced gradients into ``p.grad`` meanwhile; what is written to them is what the step takes, if
+        ``writeback``.
 
         Example:
             >>> import shardrt, torch
@@ -132,22 +140,40 @@ class ShardingCalls:
         """
         self._check_open()
         wanted = set(module.parameters(recurse=recurse))
-        with self._summoned(wanted, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
+        with self._summoned(
+            wanted,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
             yield
 
     @contextmanager
     def _summoned(
-        self, wanted: set[torch.nn.Parameter], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool
+        self,
+        wanted: set[torch.nn.Parameter],
+        *,
+        writeback: bool,
+        rank0_only: bool,
+        offload_to_cpu: bool,
+        with_grads: bool = False,
     ) -> Iterator[None]:
         if rank0_only and writeback:
             raise ConfigError(
                 "summon_full_params cannot write back what one rank alone has; pass writeback=False with rank0_only"
+            )
+        if with_grads and (rank0_only or offload_to_cpu):
+            raise ConfigError(
+                "summon_full_params lends gradients to all ranks, where the parameters are; pass with_grads without "
+                "rank0_only and offload_to_cpu"
             )
         optimizers = [made for made in self.living_optimizers() if isinstance(made, ShardedOptimizer)]
         with ExitStack() as stack:
             for optimizer in optimizers:
                 if wanted & optimizer.trained():
                     optimizer.finish()
+                    gradients = SummonedGradients(optimizer, wanted, writeback=writeback) if with_grads else None
                     summon = summoned(
                         optimizer.engine.every_buffers(),
                         wanted,
@@ -161,5 +187,9 @@ class ShardingCalls:
                     followers = optimizer.followers
                     stack.callback(setattr, followers, "summoned", followers.summoned)
                     followers.summoned = True
+                    if gradients is not None:
+                        stack.callback(gradients.restore)
                     stack.enter_context(summon)
+                    if gradients is not None:
+                        stack.enter_context(gradients.lent())
             yield

@@ -22,6 +22,7 @@ from tests import (
     acceptance_interchange,
     acceptance_join,
     acceptance_overlap,
+    acceptance_sharding,
     acceptance_state,
     acceptance_strategies,
 )
@@ -150,6 +151,9 @@ SECTIONS = {
     "elastic": (acceptance_elastic.elastic,),
     "uneven": (acceptance_join.uneven,),
     "stopped": (acceptance_hang.stopped,),
+    "strategies": (acceptance_sharding.strategies,),
+    "huggingface": (acceptance_sharding.huggingface,),
+    "between": (acceptance_sharding.between,),
     "memory": (acceptance_strategies.memory,),
     "traffic": (acceptance_strategies.traffic,),
     "hybrid": (acceptance_strategies.hybrid,),

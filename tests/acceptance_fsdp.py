@@ -36,8 +36,8 @@ def fsdp_api(pool: RankPool) -> bool:
     refused = sum(row.here.startswith("refused") for row in rows)
     hints = sum(row.here.startswith("a hint") for row in rows)
     console.print(
-        f"{len(rows)} fields: {len(rows) - refused - hints} have their effect, {hints} are hints, {refused} are refused; "
-        f"the test of {good} passed ({len(passed)} tests)"
+        f"{len(rows)} fields: {len(rows) - refused - hints} have their effect, {hints} are hints, {refused} are "
+        f"refused; the test of {good} passed ({len(passed)} tests)"
     )
     return good == len(rows)
 

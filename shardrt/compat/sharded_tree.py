@@ -171,13 +171,9 @@ class ShardedTree:
 
     def start_over(self) -> None:
         """An exception has ended a forward or backward on every rank: drop its gradients, and be as before it."""
-        watch = getattr(self.holder, "watch", None)
-        if watch is not None:
-            watch.abandon()
+        self.holder.zero_grad()
         if self.shown is not None:
             self.shown.drop_gradients()
-        else:
-            self.holder.zero_grad()
         if self.runner is not None:
             self.runner.start_over()
 

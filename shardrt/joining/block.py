@@ -69,6 +69,10 @@ class JoinBlock:
             "clip_value": partial(self._follow_clip, clip_by_value),
             "forward": self._follow_forward,
             "backward": self._follow_backward,
+            "late": self._follow_late,
+            "gather": self._follow_gather,
+            "bucket": self._follow_bucket,
+            "zero": self._follow_zero,
         }
 
     def __enter__(self) -> None:
@@ -77,6 +81,8 @@ class JoinBlock:
             optimizer.announcer = self
             if optimizer.watch is not None:
                 optimizer.watch.beginning = partial(self._announce_round, optimizer)
+                if not optimizer.residence.params:
+                    optimizer.watch.handing = partial(self._announce_bucket, optimizer)
         for index, follower in enumerate(self._followers):
             follower.begin(partial(self._announce_forward, index))
 
@@ -97,7 +103,10 @@ class JoinBlock:
 
     def announce(self, event: str, optimizer: UnevenOptimizer, **arguments: Any) -> None:
         """See :class:`shardrt.optim.attendance.Announcer`."""
-        self._announce(event, self._place(optimizer), **arguments)
+        place = self._place(optimizer)
+        if event == "gather":
+            arguments["anew"] = self._begins(self._optimizers[place])
+        self._announce(event, place, **arguments)
 
     def _place(self, optimizer: UnevenOptimizer) -> int:
         [place] = [index for index, one in enumerate(self._optimizers) if one is optimizer]
@@ -118,6 +127,9 @@ class JoinBlock:
 
     def _announce_round(self, optimizer: ShardedOptimizer) -> None:
         self._announce("round", self._place(optimizer), anew=self._begins(optimizer))
+
+    def _announce_bucket(self, optimizer: ShardedOptimizer, bucket: int) -> None:
+        self._announce("bucket", self._place(optimizer), number=bucket)
 
     def _announce_forward(self, index: int, trains: bool) -> None:
         attached = [one for one in self._optimizers if _module_of(one) is self._followers[index].ddp]
@@ -155,11 +167,14 @@ class JoinBlock:
 
     def _asks(self, event: str, index: int, arguments: dict[str, Any]) -> bool:
         """Whether an update begins here. With DDP that is its forward: inside its backward there is no way back."""
-        inside_ddp = event == "backward" or (event == "round" and _module_of(self._optimizers[index]) is not None)
+        inside_ddp = event in ("backward", "late", "bucket", "zero") or (
+            event == "round" and _module_of(self._optimizers[index]) is not None
+        )
         return not inside_ddp and bool(arguments["anew"])
 
     def _leave(self, ended_together: bool) -> None:
         """This rank has run out of inputs, or all stop: follow the others to the end, and settle what may differ."""
+        self._following = True  # what this rank calls from here on, it calls for others
         for optimizer in self._optimizers:
             optimizer.run_out()
         settings: str | None = None
@@ -178,11 +193,7 @@ class JoinBlock:
                 break
             if roll.settings is not None:
                 take_over_settings(self._optimizers, roll.settings)
-            self._following = True
-            try:
-                self._events[event](index, **arguments)
-            finally:
-                self._following = False
+            self._events[event](index, **arguments)
         if settings is not None:
             take_over_settings(self._optimizers, settings)
         for optimizer in self._optimizers:
@@ -201,7 +212,29 @@ class JoinBlock:
         optimizer = self._optimizers[index]
         self._follow_backward(index)
         assert optimizer.watch is not None
-        optimizer.watch.pass_round()
+        if optimizer.residence.params:
+            optimizer.watch.pass_round()
+        else:  # units are gathered between one bucket and the next
+            optimizer.watch.pass_beginning()
+
+    def _follow_bucket(self, index: int, *, number: int) -> None:
+        del number  # they come in order
+        watch = self._optimizers[index].watch
+        assert watch is not None
+        watch.pass_bucket()
+
+    def _follow_late(self, index: int) -> None:
+        watch = self._optimizers[index].watch
+        assert watch is not None
+        watch.pass_late()
+
+    def _follow_gather(self, index: int, *, unit: int, anew: bool) -> None:
+        del anew
+        self._optimizers[index].followers.gather(unit)
+
+    def _follow_zero(self, index: int, *, set_to_none: bool) -> None:
+        # Where gradients are sharded, what a rank's own shards have got is dropped by nobody else.
+        self._optimizers[index].zero_grad(set_to_none=set_to_none)
 
     def _follow_unscale(self, index: int, *, anew: bool, inverse_scale: float, allow_fp16: bool) -> None:
         optimizer = self._optimizers[index]
@@ -242,7 +275,7 @@ class JoinBlock:
             optimizer.announcer = None
             optimizer.attendance.divisor, optimizer.attendance.absent = None, False
             if optimizer.watch is not None:
-                optimizer.watch.beginning = None
+                optimizer.watch.beginning = optimizer.watch.handing = None
         for follower in self._followers:
             follower.end()
         self._runtime.left_join()

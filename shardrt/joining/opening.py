@@ -68,17 +68,6 @@ def _optimizers(runtime: LoopCalls, targets: Sequence[object]) -> list[ManagedOp
 def _checked(optimizer: ShardedOptimizer) -> ShardedOptimizer:
     if optimizer.announcer is not None:
         raise ConfigError("an optimizer is in a block of rt.join already; blocks do not go into one another")
-    if not optimizer.residence.params:
-        raise UnsupportedError(
-            "rt.join cannot serve a module whose parameters are sharded: a rank without inputs runs no forward, in "
-            "which the others could gather its part; use strategy='shard_grad_op' or 'shard_optim', or give every "
-            "rank as many batches"
-        )
-    if optimizer.mesh is not None:
-        raise UnsupportedError(
-            "rt.join cannot serve a module that is replicated across groups of ranks; use strategy='shard_optim' or "
-            "'shard_grad_op'"
-        )
     if optimizer.gradients == "reduced" or optimizer.has_hook:
         raise UnsupportedError(
             "rt.join cannot serve an optimizer whose gradients somebody else reduces (gradients='reduced', or a "

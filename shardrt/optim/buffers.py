@@ -62,8 +62,8 @@ class BucketBuffers:
         count = bucket.splits[rank]
         self._own_run = self.params[self.own_start : self.own_start + count]
         self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
-        at_rest = resting_memory(device, residence)
-        self.shard = torch.empty(count, dtype=own, **at_rest) if self.shard_is_apart else self._own_run
+        self.at_rest = resting_memory(device, residence)
+        self.shard = torch.empty(count, dtype=own, **self.at_rest) if self.shard_is_apart else self._own_run
         """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
         self.slots = slots_of(bucket, params)
         for slot in self.slots:
@@ -73,9 +73,10 @@ class BucketBuffers:
             self.give_back_params()
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
-        if holds_reduced:
-            kept = self.reduce_dtype if lower.keeps_low_gradients else own
-            self.reduced = torch.zeros(count, dtype=kept, **at_rest)
+        """Where reduced gradients arrive, once :mod:`shardrt.optim.arrivals` has given it a place."""
+        self.holds_reduced = holds_reduced
+        self.run = count
+        self.reduced_kind = (self.reduce_dtype if lower.keeps_low_gradients else own, self.at_rest["device"])
         if holds_gradients:
             self.gradients = torch.zeros(bucket.numel, dtype=self.params.dtype, device=device)
             for slot in self.slots:
@@ -107,6 +108,17 @@ class BucketBuffers:
                 slot.move_to(shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True))
             else:
                 tensor.data = torch.empty_like(tensor.detach())
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """See Note [Reduced in place]."""
+        whole = self.gradients
+        fits = whole is not None and (whole.dtype, whole.device) == self.reduced_kind and whole.numel() == self.run
+        return fits and self.holds_reduced and self.residence.gradients and len(self.bucket.splits) == 1
+
+    def put_reduced(self, memory: torch.Tensor | None) -> None:
+        """Reduced gradients arrive here from now on."""
+        self.reduced = memory
 
     def follow_moved_parameters(self) -> None:
         """A parameter whose data was replaced (``p.data = ...``) is brought home, with its new values."""
@@ -202,6 +214,12 @@ class BucketBuffers:
         """Where the reduction of one owned shard's gradient arrives, shaped like the shard."""
         assert self.reduced is not None
         return self._part(self.reduced, slot, offset, shard)
+
+    def reduced_gradient_of_shard(self, slot: Slot | None, shard: Shard) -> torch.Tensor:
+        """The same, by the shard alone."""
+        assert slot is not None
+        offset = next(offset for offset, other in slot.offsets if other == shard)
+        return self.reduced_gradient_of(slot, offset, shard)
 
     def _part(self, run: torch.Tensor, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         start = offset - self.own_start

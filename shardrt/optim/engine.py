@@ -13,6 +13,7 @@ from shardrt.comm.waiting import start_and_wait
 from shardrt.comm.works import FinishedWork, FollowedWork
 from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
+from shardrt.optim.arrivals import Arrivals
 from shardrt.optim.attendance import Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.buffers import BucketBuffers
@@ -29,7 +30,7 @@ from shardrt.optim.gradients import (
 from shardrt.optim.hooked import HookResults
 from shardrt.optim.params import NamedParam
 from shardrt.optim.placing import place_owned_shards
-from shardrt.optim.readers import UnfinishedBucket, may_be_read_later
+from shardrt.optim.readers import Reading, UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
@@ -118,6 +119,7 @@ class BucketEngine:
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._arrivals = Arrivals(self._buckets, take_turns=watch is None and residence.gradients)
         place_owned_shards(owned, params, self._buckets, self._still)
         if gradients != "reduced":
             self._install_hooks()
@@ -132,6 +134,7 @@ class BucketEngine:
         at_work = self._buckets[bucket]
         reduction = at_work.reduction
         if reduction is None:
+            self._arrivals.take(bucket)
             with self._noting(bucket):
                 noted.bucket = bucket
                 reduction = at_work.reduction = self._start_reduction(at_work)
@@ -200,6 +203,8 @@ class BucketEngine:
             output.div_(divisor)
         if output is not buffers.reduced and at_work.accumulated is None:
             buffers.reduced.copy_(output)
+        if output is buffers.gradients:
+            at_work.note_gradients()  # they are the average now
         if self._residence.gradients:
             return
         if at_work.accumulated is not None:
@@ -252,6 +257,7 @@ class BucketEngine:
         if reduction is not None:
             reduction.wait()
             at_work.reduction = None
+            self._arrivals.give_back([bucket])
 
     def reduced_gradients(self, wanted: set[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Reduce every bucket, if that has not happened, and return the gradients of this rank's shards."""
@@ -267,8 +273,9 @@ class BucketEngine:
     def scale_local_gradients(self, factor: torch.Tensor) -> None:
         """The reduced gradients were unscaled: let what ``p.grad`` shows be so too."""
         for bucket in self._buckets:
-            if bucket.buffers.gradients is not None and self._residence.gradients:
-                bucket.buffers.gradients.mul_(factor)
+            whole = bucket.buffers.gradients
+            if whole is not None and self._residence.gradients and whole is not bucket.buffers.reduced:
+                whole.mul_(factor)
             bucket.note_gradients()
 
     def _attach_gradients(self, buckets: Sequence[int] | None = None) -> None:
@@ -304,6 +311,7 @@ class BucketEngine:
             self._update(None if buckets is None else [owned for bucket in chosen for _, owned in bucket.owned])
         for bucket in chosen:
             bucket.reduction = None
+        self._arrivals.give_back(range(self.bucket_count) if buckets is None else buckets)
 
     def _noting(self, buckets: int | Sequence[int] | None) -> AbstractContextManager[None]:
         """What is issued in this block shows its bucket in the timeline."""
@@ -366,7 +374,7 @@ class BucketEngine:
 
     def finish_reads(self) -> None:
         """Wait for every gather that was left to readers."""
-        start_and_wait(_Reading, self._unfinished)
+        start_and_wait(Reading, self._unfinished)
         self._unfinished.clear()
 
     def settle(self) -> None:
@@ -406,6 +414,11 @@ class BucketEngine:
         return [buffers for buffers in self.every_buffers() if buffers.bucket.params[0] in names]
 
     @property
+    def at_work(self) -> Sequence[BucketAtWork]:
+        """The buckets that are trained."""
+        return self._buckets
+
+    @property
     def gathers_with(self) -> Communicator:
         """What parameters are gathered with."""
         return self._gather_communicator
@@ -425,18 +438,8 @@ class BucketEngine:
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
                 if tensor.requires_grad:
-                    arrived = None if self._watch is None else partial(self._watch.arrived, index)
+                    arrived = None if self._watch is None else partial(self._watch.arrived, index, id(tensor))
                     move = move_gradient_home(bucket, slot, self._adopts, arrived)
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
-
-
-class _Reading:
-    """Waiting for a bucket that was left to readers."""
-
-    def __init__(self, unfinished: UnfinishedBucket) -> None:
-        self._unfinished = unfinished
-
-    def wait(self) -> None:
-        self._unfinished.finish()

@@ -23,6 +23,8 @@ class Followers:
     """Afterwards."""
     renewed: Callable[[], None] = lambda: None
     """Shards have new values: whole parameters that were gathered before are old."""
+    gather: Callable[[int], None] = lambda unit: None
+    """Other ranks gather a unit's parameters: take part in it."""
     reducing: Callable[[], None] = lambda: None
     """A synchronised backward has filled its first bucket."""
     reduced: Callable[[], None] = lambda: None
@@ -31,11 +33,10 @@ class Followers:
     """Whether whole parameters are lent to somebody outside forward and backward."""
 
 
-def call_if_alive(method: weakref.WeakMethod[Any], *arguments: int) -> None:
-    """Call a method of an object that may be gone."""
+def call_if_alive(method: weakref.WeakMethod[Any], *arguments: Any) -> Any:
+    """Call a method of an object that may be gone; None if it is."""
     alive = method()
-    if alive is not None:
-        alive(*arguments)
+    return None if alive is None else alive(*arguments)
 
 
 def remove_hooks(hooks: Sequence[torch.utils.hooks.RemovableHandle]) -> None:

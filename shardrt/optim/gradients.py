@@ -69,6 +69,12 @@ class BucketAtWork:
         if not self.buffers.residence.gradients:
             # They went with the reduction, so whatever is there is new.
             return self.outdated or any(slot.param.tensor.grad is not None for slot in self.buffers.slots)
+        if self.buffers.gradients is not None and self.buffers.gradients is self.buffers.reduced:
+            # They are the average, and the step takes them as they are: whoever writes to them means the update.
+            return self.outdated or any(
+                gradient is not slot.param.tensor.grad
+                for (gradient, _), slot in zip(self.held, self.buffers.slots, strict=False)
+            )
         now = -1 if self.buffers.gradients is None else self.buffers.gradients._version
         if self.outdated or now != self.version:
             return True

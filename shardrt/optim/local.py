@@ -24,7 +24,8 @@ class LocalOptimizer:
         groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
         defaults: Mapping[str, Any],
     ) -> None:
-        self.inner = _construct(optimizer_class, groups, defaults)
+        filled = [{**options, "params": list(shards)} for options, shards in groups]
+        self.inner = construct(optimizer_class, filled, defaults)
         self._step: Callable[..., Any] = step_without_global_hooks(self.inner)
 
     def add_group(self, options: Mapping[str, Any], shards: Sequence[torch.Tensor]) -> None:
@@ -79,24 +80,50 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer) -> Callable[...,
     return bound
 
 
-def _construct(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
-    defaults: Mapping[str, Any],
+def construct(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    filled = [{**options, "params": list(shards)} for options, shards in groups]
+    """The user's class over some groups, also where it would refuse what it will never step.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.local import construct
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> layer.bias.requires_grad_(False)
+        Parameter containing:
+        ...
+        >>> muon = construct(torch.optim.Muon, [{"params": [layer.weight, layer.bias]}], {"lr": 0.1})
+        >>> len(muon.param_groups[0]["params"])
+        2
+    """
     try:
-        return optimizer_class(filled, **defaults)
+        return optimizer_class([dict(group) for group in groups], **defaults)
     except Exception:
-        if all(group["params"] for group in filled):
+        made = _without_frozen(optimizer_class, groups, defaults)
+        if made is None:
             raise
-        # Some classes look at the first parameter of each group, and this rank owns nothing of one. An empty
-        # parameter that never gets a gradient stands in. If that is not it, the first error is the right one.
-        stand_ins = [
-            {**group, "params": group["params"] or [torch.nn.Parameter(torch.empty(0, 0))]} for group in filled
-        ]
-        try:
-            return optimizer_class(stand_ins, **defaults)
-        except Exception:
-            pass
-        raise
+        return made
+
+
+def _without_frozen(
+    optimizer_class: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> torch.optim.Optimizer | None:
+    """Some classes look at all parameters (Muon takes matrices only) or at the first of each group, of which this rank
+    may own nothing. Frozen ones are shown to none, and where nothing is left an empty one stands in, which never gets a
+    gradient. None if the class refuses that too: then its first error is the right one.
+    """
+    shown = [[param for param in group["params"] if param.requires_grad] for group in groups]
+    if all(group["params"] and len(group["params"]) == len(some) for group, some in zip(groups, shown, strict=True)):
+        return None
+    filled = [
+        {**group, "params": some or [torch.nn.Parameter(torch.empty(0, 0))]}
+        for group, some in zip(groups, shown, strict=True)
+    ]
+    try:
+        made = optimizer_class(filled, **defaults)
+    except Exception:
+        return None
+    for group, given in zip(made.param_groups, groups, strict=True):
+        if given["params"]:  # one that is thawed later is stepped, or refused by the class then
+            group["params"] = list(given["params"])
+    return made

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardrt.optim.local import step_without_global_hooks
+from shardrt.optim.local import construct, step_without_global_hooks
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.params import NamedGroup, NamedParam, read_groups
 from shardrt.optim.planner import Planner
@@ -34,7 +34,7 @@ class LoneOptimizer(ManagedOptimizer):
     ) -> None:
         self._prepare(runtime, planner, plan)
         self._params: list[NamedParam] = [param for group in groups for param in group.params]
-        self._inner = planner.optimizer_class([_unnamed(group) for group in groups], **defaults)
+        self._inner = construct(planner.optimizer_class, [_unnamed(group) for group in groups], defaults)
         self._inner_step = step_without_global_hooks(self._inner)
         self._step_supports_amp_scaling = getattr(self._inner, "_step_supports_amp_scaling", False)
         self._set_up = False

@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
+from shardrt.errors import StateError
 from shardrt.protocols import Work
 
 _ASKS = (
@@ -29,8 +31,8 @@ _CALLS = (
     "size dim numel nelement stride is_contiguous is_floating_point is_complex element_size storage_offset get_device "
     "is_shared register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__"
 )
-_UNFINISHED: dict[int, Readable] = {}
-"""By the identity of the parameter, which its bucket keeps alive."""
+_UNFINISHED: dict[int, Callable[[], Readable | None]] = {}
+"""By the identity of the parameter, which whoever is asked keeps alive."""
 
 
 class Readable(Protocol):
@@ -41,12 +43,29 @@ class Readable(Protocol):
         ...
 
 
+class KeptByModule:
+    """A readable whose module keeps it: holding it here would keep the module, and all that is sharded, for ever."""
+
+
 def watch_reads(tensors: Iterable[torch.Tensor], readable: Readable) -> None:
     """From now on whoever reads one of these asks ``readable`` first."""
     for tensor in tensors:
-        _UNFINISHED[id(tensor)] = readable
+        key = id(tensor)
+        if isinstance(readable, KeptByModule):
+            _UNFINISHED[key] = weakref.ref(readable, functools.partial(_forget, key))
+        else:
+            _UNFINISHED[key] = functools.partial(_same, readable)
         if not isinstance(tensor, _WaitsForReaders):
             tensor.__class__ = _unfinished_class(type(tensor))
+
+
+def _same(readable: Readable) -> Readable:
+    return readable
+
+
+def _forget(key: int, reference: object) -> None:
+    if _UNFINISHED.get(key) is reference:  # else somebody else watches it by now
+        del _UNFINISHED[key]
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
@@ -56,7 +75,8 @@ def is_watched(tensor: torch.Tensor) -> bool:
 
 def watched_by(tensor: torch.Tensor) -> Readable | None:
     """Who hears of reads of this one."""
-    return _UNFINISHED.get(id(tensor))
+    asked = _UNFINISHED.get(id(tensor))
+    return None if asked is None else asked()
 
 
 def let_read(tensors: Iterable[torch.Tensor]) -> None:
@@ -111,6 +131,17 @@ class UnfinishedBucket:
             return True
 
 
+class Reading:
+    """Waiting for a bucket that was left to readers."""
+
+    def __init__(self, unfinished: UnfinishedBucket) -> None:
+        self._unfinished = unfinished
+
+    def wait(self) -> None:
+        """See :class:`shardrt.protocols.Work`."""
+        self._unfinished.finish()
+
+
 def may_be_read_later() -> bool:
     """Whether reads can be watched. Compiled code looks at the class of its inputs and would be compiled anew each
     time: once torch.compile has been at work in this process, gathers are waited for inside the step."""
@@ -125,11 +156,17 @@ def _give_class_back(tensor: torch.Tensor) -> None:
 
 
 def _read(tensor: torch.Tensor) -> None:
-    bucket = _UNFINISHED.get(id(tensor))
-    if bucket is None:
-        _give_class_back(tensor)
-    else:
-        bucket.read()
+    readable = watched_by(tensor)
+    if readable is not None:
+        readable.read()
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+            raise StateError(
+                "this parameter was sharded with a module that is gone, and its values with it; keep the module, or "
+                "take rt.full_state_dict(module) before it goes"
+            )
+    _give_class_back(tensor)
 
 
 @functools.cache

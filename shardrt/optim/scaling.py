@@ -6,13 +6,11 @@ import torch
 
 from shardrt.errors import OptimizerError
 from shardrt.optim.uneven import UnevenOptimizer
-from shardrt.optim.wires import Wires
 
 
 class ScalingOptimizer(UnevenOptimizer):
     """An optimizer that reduces its gradients, and whose peers decide together whether a step is skipped."""
 
-    wires: Wires
     _tensors: list[torch.Tensor]
     _leaves_gradients: bool
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,8 @@ class ShardedOptimizer(FreezingOptimizer):
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
             self.watch = BackwardWatch(lambda bucket: call_if_alive(bucket_ready, bucket))
             self.watch.afterwards = lambda: call_if_alive(afterwards)
+            again = weakref.WeakMethod(self.agree_on_late)
+            self.watch.again = lambda late: call_if_alive(again, late) or ()
         self.gradients = gradients
         self._schedule = schedule
         self._params = {param.name: param for group in groups for param in group.params}
@@ -145,8 +148,14 @@ class ShardedOptimizer(FreezingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and a reduction of them that clipping has made."""
+        if self.announcer is not None and not self.residence.gradients:
+            self.announcer.announce("zero", self, set_to_none=set_to_none)
         super().zero_grad(set_to_none=set_to_none)
         self._left = None
+        if self.watch is not None and not self.updates_early and self.watch.drop_round():
+            # Had it raised on some ranks only, the others would be waiting elsewhere.
+            with self._runtime.agreeing("zero_grad after a backward that raised"):
+                pass
         self.engine.forget_reduction()
         self.engine.forget_gradients(keep_zeros=not set_to_none)
 
@@ -241,6 +250,10 @@ class ShardedOptimizer(FreezingOptimizer):
         self.engine.remove_hooks()
         self.engine.settle()
         self._retired = True
+
+    def telling_peers(self) -> AbstractContextManager[None]:
+        """A block whose failure on this rank ends the others' waiting."""
+        return self._runtime.telling_peers()
 
     def finish(self) -> None:
         """Wait for gathers that were left to whoever reads the parameters."""

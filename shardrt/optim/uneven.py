@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from shardrt.errors import OptimizerError
 from shardrt.optim.amp import ScaledOptimizer
 from shardrt.optim.attendance import Announcer, Attendance
 from shardrt.optim.backward import BackwardWatch
 from shardrt.optim.engine import BucketEngine, Gradients
+from shardrt.optim.followers import Followers
+from shardrt.optim.wires import Wires
 
 
 class UnevenOptimizer(ScaledOptimizer):
@@ -23,6 +27,8 @@ class UnevenOptimizer(ScaledOptimizer):
     """The DDP module whose gradients it takes, if it was attached to one."""
     gradients: Gradients
     watch: BackwardWatch | None
+    followers: Followers
+    wires: Wires
     _left: list[tuple[int, int]] | None
 
     @property
@@ -34,6 +40,23 @@ class UnevenOptimizer(ScaledOptimizer):
     def engine(self) -> BucketEngine:
         """The buckets as they are laid out now."""
         raise NotImplementedError
+
+    def agree_on_late(self, late: Sequence[int]) -> list[int]:
+        """The buckets that on any rank have got gradients after they were handed on. See Note [Backward inside
+        backward] in :mod:`shardrt.optim.backward`."""
+        if self.updates_early and late:
+            raise OptimizerError(
+                "a parameter got gradients in more than one part of a backward (reentrant checkpoints that share it), "
+                "and was updated with the first already; checkpoint with use_reentrant=False, or use "
+                "schedule='bucket' or 'priority'"
+            )
+        if self.announcer is not None:
+            self.announcer.announce("late", self)
+        flags = torch.zeros(self.engine.bucket_count, dtype=torch.int8)
+        flags[list(late)] = 1
+        flags = flags.to(self._runtime.device_type)
+        self.wires.everybody.all_reduce(flags, op="max").wait()
+        return [int(bucket) for bucket in flags.nonzero().flatten().tolist()]
 
     def begins_anew(self) -> bool:
         """Whether what comes next has to reduce the gradients, since nothing has yet, or it was dropped."""
@@ -51,6 +74,7 @@ class UnevenOptimizer(ScaledOptimizer):
         self._left = None
         for param in self.trained():
             param.grad = None
+        self.followers.renewed()  # units that are still here are not, on other ranks
 
     def drop_unfinished_step(self) -> None:
         """Forget gradients, and reductions of them, that no step is going to take."""

@@ -24,9 +24,10 @@ from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Partitioner
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
+from shardrt.sharding.guarding import guard
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
-from shardrt.sharding.running import UnitRunner
+from shardrt.sharding.running import UnitRunner, notice_backward
 from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.strategies import Strategy, offloads, pins, strategy_called
 from shardrt.sharding.units import Unit, find_units
@@ -118,6 +119,11 @@ def shard_module(
             shown=ShownShards(module, optimizer) if shows_shards else None,
         )
         runners[module] = weakref.ref(runner)
+    elif isinstance(optimizer, ShardedOptimizer) and optimizer.watch is not None:
+        notice_backward(module, optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        keeps_gradients = not residence.gradients and not shows_shards
+        guard(module, () if whole else found, optimizer if keeps_gradients else None)
     return optimizer
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from shardrt.errors import ConfigError
 from shardrt.optim.kept import note_stored_dtype
 from shardrt.optim.residence import OWN_PRECISION, Precision, PrecisionOf
+from shardrt.sharding.tensors import map_tensors
 from shardrt.sharding.units import Unit
 
 _BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
@@ -176,9 +176,7 @@ def cast(values: Any, dtype: torch.dtype) -> Any:
         {'x': tensor([1.], dtype=torch.bfloat16), 'n': tensor([1])}
     """
 
-    def one(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
-            return value.to(dtype)
-        return value
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return pytree.tree_map(one, values)
+    return map_tensors(one, values)

@@ -5,28 +5,37 @@ outputs carry a hook that brings them again before its backward begins, its inpu
 gradients are there, which is when nothing in the unit is left to compute. Inputs without gradients (the first layer's)
 leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward,
 unless they are told to go between the two.
-Inside backward a forward is a recomputation (activation checkpointing): what it brings stays for the gradients that
-are computed next.
+
+Note [Recomputation]: inside backward a forward is a recomputation (activation checkpointing). What it brings stays for
+the gradients that are computed next. With ``use_reentrant=False`` these belong to the graph of the first forward, and
+its hooks put units away. With ``use_reentrant=True`` they belong to a graph of their own, which a backward inside
+backward runs through: so what is recomputed gets hooks too, which nobody calls in the other case. A unit that a
+backward has begun with is not put away by another that is inside it.
+
+Note [After an exception]: a forward that raised has its units put away by hooks that are called all the same. Those are
+not called for what is no ``Exception``, and an exception ends backward without any call: what such have left is noticed
+when the next forward begins, and put away then.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils import _pytree as pytree
 
 from shardrt.errors import StateError
-from shardrt.optim.backward import call_after_backward
+from shardrt.optim.backward import BackwardToken
 from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Communicator
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
+from shardrt.sharding.tensors import differentiable
+from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import UnitParams
 from shardrt.sharding.units import Unit
 
@@ -57,7 +66,12 @@ class UnitRunner:
         self.shown = shown
         self._order = RunningOrder()
         self._depth = 0
-        self._task: int | None = None
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        """Those that go on, by their number."""
+        self._in_backward = False
+        """Whether one has begun; it may have raised."""
+        self._recomputed: set[int] = set()
+        """Units that a recomputation has brought, and nothing has put away since."""
         self.params: list[UnitParams] = []
         self._optimizer = weakref.ref(optimizer)
         self._take_over(optimizer.engine)
@@ -66,6 +80,7 @@ class UnitRunner:
         optimizer.followers.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
         optimizer.followers.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
         optimizer.followers.renewed = lambda: _with(runner, UnitRunner.put_all_away)
+        optimizer.followers.gather = lambda unit: _with(runner, UnitRunner._take_part, unit)
         self.handles = [
             handle
             for number, unit in enumerate(units)
@@ -76,15 +91,18 @@ class UnitRunner:
         ]
 
     def _take_over(self, engine: BucketEngine) -> None:
+        names = [unit.name for unit in self._units]
         self.params = [
             UnitParams(
-                unit.name,
+                names,
+                number,
                 [one for one in engine.buffers_of(set(unit.params)) if not one.residence.params],
                 engine.gathers_with,
-                self._may_read,
-                self._nearby,
+                on_read=self._may_read,
+                on_gather=self._announce,
+                nearby=self._nearby,
             )
-            for unit in self._units
+            for number, unit in enumerate(self._units)
         ]
         self.put_all_away()
         if self.shown is not None:
@@ -108,9 +126,14 @@ class UnitRunner:
         if module in numbers:
             self._told_ahead[direction, numbers[module]] = [numbers[other] for other in others if other in numbers]
 
+    def names_of(self, module: torch.nn.Module) -> set[str]:
+        """The parameters of the unit that a module is, without those of units inside it."""
+        return {name for unit in self._units if unit.module is module for name in unit.params}
+
     def start_over(self) -> None:
-        """An exception has ended a forward or backward: as if it had never begun."""
-        self._depth, self._task = 0, None
+        """As if a forward or backward that an exception has ended had never begun."""
+        self._depth = 0
+        self._in_backward = False
         self.put_all_away()
         if self.shown is not None:
             self.shown.show_shards()
@@ -119,10 +142,6 @@ class UnitRunner:
         """Of the unit that a module is, or of all for the root."""
         found = zip(self._units, self.params, strict=True)
         return [params for unit, params in found if unit.module is module or self._units[0].module is module]
-
-    def names_of(self, module: torch.nn.Module) -> set[str]:
-        """The parameters of the unit that a module is, without those of units inside it."""
-        return {name for unit in self._units if unit.module is module for name in unit.params}
 
     def run_as_forward(
         self, module: torch.nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -139,8 +158,28 @@ class UnitRunner:
 
     def put_all_away(self) -> None:
         """Only shards are left."""
+        self._recomputed.clear()
         for params in self.params:
             params.put_away(lent_too=True)
+
+    def whole(self) -> list[str]:
+        """The units whose parameters are here, or on their way."""
+        return [params.name for params in self.params if params.is_here or params.is_coming]
+
+    def _announce(self, number: int) -> None:
+        """Where ranks have uneven inputs, those without are told of each gather. See :mod:`shardrt.joining`."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.announcer is not None:
+            optimizer.announcer.announce("gather", optimizer, unit=number)
+
+    def _is_joined(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.announcer is not None
+
+    def _take_part(self, number: int) -> None:
+        """Other ranks gather a unit, of which this rank has a part and no use for the whole."""
+        self._bring(number)
+        self.params[number].put_away(lent_too=True)
 
     def _may_read(self) -> bool:
         return self._depth > 0 or torch._C._current_graph_task_id() != -1
@@ -148,44 +187,53 @@ class UnitRunner:
     def _before(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del module
-            self._refuse_summoned()
             recomputing = torch._C._current_graph_task_id() != -1
+            if recomputing and self.shown is not None:
+                self.shown.show_whole()
             if not recomputing:
+                self._refuse_summoned()
+                self._clear_up(number)
                 if self._depth == 0:
                     self._begin_forward()
                 self._order.ran(number)
             self._depth += 1
-            mine = self.params[number]
-            mine.start()
-            if not recomputing:
-                for ahead in self._next_forward(number):
-                    self.params[ahead].start()
-            mine.bring()
-            if number and torch.is_grad_enabled() and not recomputing:
-                inputs = _tensors((args, kwargs))
+            self._bring(number, () if recomputing else self._next_in_forward(number))
+            if torch.is_grad_enabled():
+                if recomputing:
+                    self._recomputed.add(number)
+                inputs = differentiable((args, kwargs)) if number else []
                 if inputs:
-                    register_multi_grad_hook(inputs, lambda _: self._backward_done(number), mode="all")
+                    register_multi_grad_hook(inputs, done, mode="all")
 
-        return hook
+        done = uncompiled(lambda _: self._backward_done(number))
+        return uncompiled(hook)
 
     def _after(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
             del module, args
             self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
-            if torch._C._current_graph_task_id() != -1:
-                return
-            outputs = _tensors(output) if torch.is_grad_enabled() else []
+            outputs = differentiable(output) if torch.is_grad_enabled() else []
             if outputs:
-                register_multi_grad_hook(outputs, lambda _: self._backward_begins(number), mode="any")
+                register_multi_grad_hook(outputs, begins, mode="any")
+            if torch._C._current_graph_task_id() != -1:
+                if not torch.is_grad_enabled():
+                    self._put_away(number)
+                return
             if not outputs or number not in self._keeping:
-                self.params[number].put_away(for_backward=bool(outputs))
+                self._put_away(number, for_backward=bool(outputs))
             if self._depth == 0:
                 if not outputs:
                     self.put_all_away()
                 if self.shown is not None:
                     self.shown.show_shards()
 
-        return hook
+        begins = uncompiled(lambda _: self._backward_begins(number))
+        return uncompiled(hook)
+
+    def _clear_up(self, number: int) -> None:
+        """See Note [After an exception]."""
+        if (number == 0 and self._depth) or (self._in_backward and not self._backwards):
+            self.start_over()
 
     def _begin_forward(self) -> None:
         self._order.begin()
@@ -202,67 +250,101 @@ class UnitRunner:
                 "the block first"
             )
 
-    def _next_forward(self, number: int) -> Sequence[int]:
+    def _bring(self, number: int, ahead: Sequence[int] = ()) -> None:
+        optimizer = self._optimizer()
+        with nullcontext() if optimizer is None else optimizer.telling_peers():
+            self.params[number].start()
+            for later in ahead:
+                self.params[later].start()
+            self.params[number].bring()
+
+    def _put_away(self, number: int, *, for_backward: bool = False) -> None:
+        """Unless a backward that goes on has begun with it."""
+        if not any(number in backward.units for backward in list(self._backwards.values())):
+            self._recomputed.discard(number)
+            # Ranks that follow others' gathers have kept nothing nearby.
+            self.params[number].put_away(for_backward=for_backward and not self._is_joined())
+
+    def _backward_begins(self, number: int) -> None:
+        self._running_backward().units.add(number)
+        told: Sequence[int] | None = self._told_ahead.get(("backward", number))
+        if told is None and self._prefetch.backward == "pre":
+            told = self._next_in_backward(number)
+        self._bring(number, told or ())
+
+    def _running_backward(self) -> _Backward:
+        found = self._backwards.get(torch._C._current_graph_task_id())
+        if found is None:
+            optimizer = self._optimizer()
+            if optimizer is not None and optimizer.watch is not None:
+                optimizer.watch.notice()
+            found = _Backward(self._backward_ended)
+            self._backwards[found.task] = found
+            self._in_backward = True
+            if self.shown is not None:
+                self.shown.show_whole()
+        return found
+
+    def _backward_done(self, number: int) -> None:
+        self._running_backward().units.discard(number)
+        if number not in self._staying:
+            self._put_away(number)
+        if self._prefetch.backward == "post" and ("backward", number) not in self._told_ahead:
+            for later in self._next_in_backward(number):
+                self.params[later].start()
+
+    def _next_in_forward(self, number: int) -> Sequence[int]:
         told = self._told_ahead.get(("forward", number))
         if told is not None:
             return told
         return self._order.next_forward(self._prefetch.limit) if self._prefetch.forward else ()
 
-    def _backward_begins(self, number: int) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            call_after_backward(self._backward_ended)
+    def _next_in_backward(self, number: int) -> Sequence[int]:
+        return self._order.next_backward(number, self._prefetch.limit)
+
+    def _backward_ended(self, backward: BackwardToken) -> None:
+        assert isinstance(backward, _Backward)
+        del self._backwards[backward.task]
+        if not self._backwards:
+            self._in_backward = False
+            self._recomputed.clear()
+            for number, params in enumerate(self.params):
+                if number not in self._staying:
+                    params.put_away(lent_too=True)
             if self.shown is not None:
-                self.shown.show_whole()
-        mine = self.params[number]
-        mine.start()
-        told = self._told_ahead.get(("backward", number))
-        if told is not None:
-            for ahead in told:
-                self.params[ahead].start()
-        elif self._prefetch.backward == "pre":
-            self._start_ahead(number)
-        mine.bring()
+                self.shown.show_shards()
+            return
+        for number in backward.units | self._recomputed:
+            self._put_away(number)
 
-    def _backward_done(self, number: int) -> None:
-        if number not in self._staying:
-            self.params[number].put_away()
-        if self._prefetch.backward == "post" and ("backward", number) not in self._told_ahead:
-            self._start_ahead(number)
 
-    def _start_ahead(self, number: int) -> None:
-        for ahead in self._order.next_backward(number, self._prefetch.limit):
-            self.params[ahead].start()
+class _Backward(BackwardToken):
+    """A backward, maybe inside another, and the units it has begun with and not finished."""
 
-    def _backward_ended(self) -> None:
-        self._task = None
-        for number, params in enumerate(self.params):
-            if number not in self._staying:
-                params.put_away(lent_too=True)
-        if self.shown is not None:
-            self.shown.show_shards()
+    def __init__(self, ended: Callable[[BackwardToken], None]) -> None:
+        super().__init__(ended)
+        self.units: set[int] = set()
+
+
+def notice_backward(module: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Where parameters stay: let the optimizer notice a backward before any that may be inside it."""
+    watching = weakref.ref(optimizer)
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del module, args
+        outputs = differentiable(output) if torch.is_grad_enabled() else []
+        if outputs:
+            register_multi_grad_hook(outputs, noticed, mode="any")
+
+    def noticed(_: torch.Tensor) -> None:
+        alive = watching()
+        if alive is not None and alive.watch is not None:
+            alive.watch.notice()
+
+    module.register_forward_hook(uncompiled(hook))
 
 
 def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:
     alive = reference()
     if alive is not None:
         method(alive, *args)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors in whatever a module takes or returns that gradients go through."""
-    found: list[torch.Tensor] = []
-
-    def look(value: Any) -> None:
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                if leaf.requires_grad and not any(leaf is one for one in found):
-                    found.append(leaf)
-            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-                look([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-            elif isinstance(leaf, Mapping):
-                look(list(leaf.values()))
-
-    look(values)
-    return found

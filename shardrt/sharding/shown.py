@@ -150,11 +150,9 @@ class ShownShards:
         return made
 
     def drop_gradients(self) -> None:
-        """Everything that was accumulated or reduced is gone."""
-        self.optimizer.engine.settle()
-        self.optimizer.engine.forget_gradients()
-        for name, part in self.shards.items():
-            part.grad = self._wholes[name].grad = None
+        """The optimizer has dropped what was accumulated or reduced: parts show it no more."""
+        for part in self.shards.values():
+            part.grad = None
 
     @contextmanager
     def whole_gradients(self, wanted: Collection[torch.Tensor], *, writeback: bool) -> Iterator[None]:

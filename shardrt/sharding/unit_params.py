@@ -5,6 +5,10 @@ So, as for parameters under way (see Note [Unfinished parameters]), its class is
 the forward of the sharded module a read gathers the unit: a layer may use another layer's weight. Anywhere else a read
 is an error that says how to get at the values: a gather that only one rank asks for would wait for the others.
 
+Note [Gathers are told apart]: a gather does not know what is gathered. If one rank asks for one unit and another for
+another of the same size, each would get half of both, and compute on. So every gather goes along with the number of the
+unit, two bytes from each rank, and numbers that differ are an error on all of them.
+
 Note [Kept nearby]: between forward and backward a unit need not go as far away as between steps. With
 ``reshard_after_forward`` as a number of ranks each of that many neighbours keeps its part of the gathered parameters,
 and backward gathers among these few.
@@ -19,26 +23,34 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardrt.errors import StateError
+from shardrt.errors import CommunicationError, HandshakeError, StateError
 from shardrt.optim.buffers import BucketBuffers
-from shardrt.optim.readers import is_watched, let_read, watch_reads
+from shardrt.optim.readers import KeptByModule, is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
 
 
-class UnitParams:
+class UnitParams(KeptByModule):
     """See Note [Parameters that are away]."""
 
     def __init__(
         self,
-        name: str,
+        names: Sequence[str],
+        number: int,
         buffers: Sequence[BucketBuffers],
         communicator: Communicator,
+        *,
         on_read: Callable[[], bool],
+        on_gather: Callable[[int], None],
         nearby: Communicator | None = None,
     ) -> None:
-        """``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered. ``nearby`` are
-        the ranks among which it stays between forward and backward."""
-        self.name = name
+        """``names`` are those of all units, of which this is the one with the ``number``.
+
+        ``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered. ``on_gather`` is
+        told of each gather right before it. ``nearby`` are the ranks among which it stays between forward and backward.
+        """
+        self._names = [name or "root" for name in names]
+        self.name = self._names[number]
+        self._number = number
         self.nbytes = sum(one.bucket.nbytes for one in buffers)
         """Of the whole parameters."""
         self._buffers = buffers
@@ -46,8 +58,10 @@ class UnitParams:
         self._nearby = nearby
         self._near: list[torch.Tensor] | None = None
         self._on_read = on_read
+        self._on_gather = on_gather
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
         self._works: list[Work] | None = None
+        self._told: torch.Tensor | None = None
         self.is_here = not any(is_watched(tensor) for tensor in self._tensors)
         """They can be computed with."""
         if not self.is_here:  # they were put away before the buckets were laid out anew
@@ -66,14 +80,17 @@ class UnitParams:
         """Begin to gather, unless they are here or on their way."""
         if self.is_here or self._works is not None:
             return
+        if self._buffers:
+            self._on_gather(self._number)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             near, self._near = self._near, None
             if near is not None and self._nearby is not None:
-                self._works = [
+                self._works = [self._tell_number(self._nearby)]
+                self._works += [
                     _gather_nearby(one, kept, self._nearby) for one, kept in zip(self._buffers, near, strict=True)
                 ]
                 return
-            self._works = []
+            self._works = [self._tell_number(self._communicator)] if self._buffers else []
             for one in self._buffers:
                 one.obtain_params()
                 self._works.append(self._communicator.all_gather(one.params, one.bucket.splits))
@@ -85,12 +102,40 @@ class UnitParams:
         self.start()
         works, self._works = self._works, None
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for work in works or ():
-                work.wait()
+            self._wait(works or [])
             for one in self._buffers:
                 one.store_staged()
         let_read(self._tensors)
         self.is_here = True
+
+    def _tell_number(self, communicator: Communicator) -> Work:
+        """See Note [Gathers are told apart]."""
+        size, here = communicator.world_size, communicator.rank
+        told = torch.zeros(2 * size, dtype=torch.int8)
+        told[2 * here], told[2 * here + 1] = self._number % 128, self._number // 128 % 128
+        self._told = told.to(self._buffers[0].params.device)
+        return communicator.all_gather(self._told, [2] * size)
+
+    def _wait(self, works: Sequence[Work]) -> None:
+        try:
+            for index, work in enumerate(works):
+                work.wait()
+                if index == 0:
+                    self._check_number()
+        except CommunicationError as error:
+            raise CommunicationError(f"gathering the parameters of unit {self.name!r}: {error}") from error
+
+    def _check_number(self) -> None:
+        assert self._told is not None
+        numbers = [low + 128 * high for low, high in self._told.view(-1, 2).tolist()]
+        for other, number in enumerate(numbers):
+            if number != self._number:
+                raise HandshakeError(
+                    f"ranks run different units: rank {self._communicator.rank} gathers {self.name!r} while rank "
+                    f"{other} gathers {self._names[number]!r}; where parameters are sharded all ranks must run the "
+                    "same units in the same order: call the unit on every rank (with a weight of zero where its result "
+                    "is not wanted), leave what only some ranks run out of units=, or use strategy='shard_grad_op'"
+                )
 
     def put_away(self, *, lent_too: bool = False, for_backward: bool = False) -> None:
         """Give their memory back; what is on its way arrives first. See Note [Lent parameters].
@@ -119,7 +164,7 @@ class UnitParams:
         """Somebody reads a parameter that is away."""
         if not self._on_read():
             raise StateError(
-                f"parameters of unit {self.name or 'root'!r} are sharded: outside the module's forward and backward no "
+                f"parameters of unit {self.name!r} are sharded: outside the module's forward and backward no "
                 "rank has them whole; read them inside rt.summon_full_params(module), or take rt.full_state_dict(...)"
             )
         self.bring()

@@ -7,11 +7,13 @@ import importlib
 import inspect
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -86,7 +88,8 @@ def run_page(page: str, shared: str | None = None) -> int:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     flags = 0
     blocks = to_run(Path(page))
-    with working_in(Path(shared)) if shared else empty_directory() as directory:
+    without_arguments = mock.patch.object(sys, "argv", [page])  # some pages are whole scripts
+    with without_arguments, working_in(Path(shared)) if shared else empty_directory() as directory:
         for shown in blocks_of(Path(page).read_text(encoding="utf-8")):
             if shown.file is not None:
                 (directory / shown.file).write_text(shown.code, encoding="utf-8")
@@ -146,7 +149,7 @@ def test_the_python_blocks_of_a_page_run(ranks: RankPool, page: Path) -> None:
     assert ran == len(to_run(page))
 
 
-@pytest.mark.parametrize("name", ["embedding", "checkpoints", "join"])
+@pytest.mark.parametrize("name", ["embedding", "checkpoints", "join", "trainer"])
 def test_guides_run_on_two_ranks(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """As under torchrun: these pages say that they run either way."""
     page = ROOT / "docs" / f"{name}.md"

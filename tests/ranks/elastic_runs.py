@@ -97,12 +97,12 @@ def _train(folder: Path, *, ranks: int | None, until: int) -> None:
     command = [*launcher, str(SCRIPT), str(folder), "--until", str(until), "--save-every", str(SAVE_EVERY)]
     command += ["--lose-at", str(LOSE_AT)] if ranks is not None else []
     done = subprocess.run(
-        command, env=_environment(os.environ), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+        command, env=launch_environment(os.environ), cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, f"{ranks} ranks to step {until}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
+def launch_environment(given: Mapping[str, str]) -> dict[str, str]:
     """Without what a launcher of the tests themselves may have set."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {

@@ -12,7 +12,7 @@ import torch
 import shardrt
 from shardrt.testing import RankPool
 from tests.ranks.sharded_scenarios import SCENARIOS, Loop, Net
-from tests.ranks.sharded_twins import compare_sharded
+from tests.ranks.sharded_twins import compare_sharded, options_of
 from tests.ranks.twins import batch, largest_difference
 
 REPLICATING = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
@@ -21,11 +21,9 @@ REPLICATING = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 @pytest.mark.parametrize("name", ["tied transformer", "adapters", "mixed dtypes"])
 @pytest.mark.parametrize("strategy", REPLICATING)
 def test_thirty_steps_equal_the_twin(ranks: RankPool, name: str, strategy: str) -> None:
-    # Not Adam: sums are formed in another order, and it makes a step of any noise where a gradient is zero.
-    options: dict[str, Any] = {"optimizer": "sgd_momentum"} | ({} if strategy == "no_shard" else {"shard_size": 2})
-    for value in ranks.run(compare_sharded, ranks=4, name=name, strategy=strategy, **options):
+    for value in ranks.run(compare_sharded, ranks=4, name=name, **options_of(strategy, 4)):
         assert value["moved"] > 1e-3
-        assert value["difference"] <= (2.0**-8 if name == "mixed dtypes" else 5e-6), value
+        assert value["difference"] == 0.0, value
 
 
 def scenario(name: str, strategy: str, shard_size: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shardrt
 from shardrt.testing import RankPool
 from tests.ranks.sharded_twins import STRATEGIES
 from tests.ranks.twins import average_backward, batch, largest_difference, twins
-from tests.ranks.zoo import ZOO
+from tests.ranks.zoo import ZOO, TiedTransformer
 
 NAMES = ("tied transformer", "convolutions", "adapters", "mixed dtypes")
 
@@ -121,3 +121,28 @@ def test_checkpoints_go_from_any_strategy_to_any_other(
     arguments = {"path": str(tmp_path), "saved": saved, "loaded": loaded, "name": "adapters"}
     for value in ranks.run(save_and_load, ranks=2, **arguments):
         assert value == {"model": 0.0, "moments": 0.0, "next": 0.0}
+
+
+def own_calls(strategy: str, mixed: bool) -> list[float]:
+    options = {"mixed_precision": torch.bfloat16} if mixed else {}
+    with shardrt.Runtime(timeout=30) as rt:
+        torch.manual_seed(0)
+        model, opt = rt.shard(TiedTransformer(), torch.optim.AdamW, lr=1e-2, strategy=strategy, **options)
+        model(batch(0, rt.rank)).float().pow(2).mean().backward()
+        opt.step()
+        state = model.state_dict()
+        found = [float(sorted(state) == sorted(TiedTransformer().state_dict()))]
+        found.append(largest_difference(state.values(), rt.full_state_dict(model).values()))
+        around = torch.nn.ModuleDict({"inner": model})
+        found.append(largest_difference(around.state_dict().values(), state.values()))
+        with rt.state_dict_type(model, "full", rank0_only=True):
+            found.append(float(bool(model.state_dict()) == (rt.rank == 0)))
+        model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in state.items()})
+        found.append(float(all((value == 0.5).all() for value in model.state_dict().values())))
+        return found
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
+def test_a_sharded_module_answers_for_its_state_itself(ranks: RankPool, strategy: str, mixed: bool) -> None:
+    assert ranks.run(own_calls, ranks=2, strategy=strategy, mixed=mixed) == [[1.0, 0.0, 0.0, 1.0, 1.0]] * 2

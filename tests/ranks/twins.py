@@ -6,7 +6,7 @@ the same bits, so a sharded run must equal it exactly wherever the optimizer is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lion_pytorch
@@ -56,22 +56,39 @@ def batch(step: int, rank: int, width: int = 7) -> torch.Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def average_backward(model: torch.nn.Module, loss: Callable[[int], torch.Tensor], world_size: int) -> None:
-    """Leave the average over all ranks' losses in ``p.grad``, adding in rank order and dividing once."""
+def average_backward(
+    model: torch.nn.Module, loss: Callable[[int], torch.Tensor], world_size: int, group_size: int | None = None
+) -> None:
+    """Leave the average over all ranks' losses in ``p.grad``, adding in rank order and dividing once; or first inside
+    groups of neighbouring ranks and then over the groups, which is another order of adding."""
     params = [param for param in model.parameters() if param.requires_grad]
     before = [param.grad for param in params]
-    total: list[torch.Tensor | None] = [None] * len(params)
+    found: list[list[torch.Tensor | None]] = []
     for rank in range(world_size):
         for param in params:
             param.grad = None
         loss(rank).backward()
-        for index, param in enumerate(params):
-            if param.grad is not None:
-                held = total[index]
-                total[index] = param.grad if held is None else held + param.grad
-    for param, gradient, earlier in zip(params, total, before, strict=True):
-        reduced = None if gradient is None else gradient / world_size
+        found.append([param.grad for param in params])
+    size = group_size or world_size
+    groups = [average(found[first : first + size]) for first in range(0, world_size, size)]
+    for param, reduced, earlier in zip(params, average(groups), before, strict=True):
         param.grad = reduced if earlier is None else earlier if reduced is None else earlier + reduced
+
+
+def average(ranks: Sequence[Sequence[torch.Tensor | None]]) -> list[torch.Tensor | None]:
+    """Of the gradients of each parameter; sums are formed in float32 at least, as communicators do."""
+    averaged: list[torch.Tensor | None] = []
+    for gradients in zip(*ranks, strict=True):
+        there = [gradient for gradient in gradients if gradient is not None]
+        if len(gradients) == 1 or not there:
+            averaged.append(gradients[0])
+            continue
+        wide = torch.promote_types(there[0].dtype, torch.float32)
+        total = there[0].to(wide)
+        for gradient in there[1:]:
+            total = total + gradient
+        averaged.append((total / len(gradients)).to(there[0].dtype))
+    return averaged
 
 
 def largest_difference(ours: Iterable[torch.Tensor], theirs: Iterable[torch.Tensor]) -> float:

@@ -1,0 +1,60 @@
+"""A sharded module that nobody holds any more goes, with all that was made for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import shardrt
+from shardrt.errors import StateError
+from shardrt.testing import RankPool
+from tests.ranks.sharded_twins import EVERY_STRATEGY, options_of
+
+
+def shard_and_drop(options: dict[str, Any]) -> list[str]:
+    """What is still there."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    with shardrt.Runtime(timeout=30) as rt:
+        model, opt = rt.shard(model, torch.optim.AdamW, lr=0.1, units=torch.nn.Linear, **options)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    made = {"module": model, "optimizer": opt, "engine": opt.engine, "parameter": model[0].weight, "runtime": rt}
+    watched = {name: weakref.ref(each) for name, each in made.items()}
+    del model, opt, rt, made
+    for _ in range(3):  # what autograd holds is found out step by step
+        gc.collect()
+    return [name for name, each in watched.items() if each() is not None]
+
+
+@pytest.mark.parametrize("strategy", EVERY_STRATEGY)
+def test_nothing_keeps_it(ranks: RankPool, strategy: str) -> None:
+    assert ranks.run(shard_and_drop, ranks=2, options=options_of(strategy, 2)) == [[], []]
+
+
+def keep_a_parameter() -> list[str]:
+    """Of a module that is gone: what reading it says, and what asking for its shape does."""
+    model: Any = torch.nn.Linear(4, 4)
+    with shardrt.Runtime(timeout=30) as rt:
+        model, opt = rt.shard(model, torch.optim.AdamW, lr=0.1, strategy="full_shard")
+        weight = model.weight
+    del model, opt, rt
+    gc.collect()
+    try:
+        weight.sum()
+    except StateError as error:
+        return [str(error), str(tuple(weight.shape))]
+    return ["it was read"]
+
+
+def test_a_parameter_that_outlives_its_module_is_not_read_as_nothing(ranks: RankPool) -> None:
+    for said, shape in ranks.run(keep_a_parameter, ranks=2):
+        assert (
+            "is gone" in said or "summon_full_params" in said
+        )  # whether other things keep the module is theirs to say
+        assert shape == "(4, 4)"
