@@ -159,7 +159,7 @@ class ShardedTree:
             wanted = set(module.parameters())
             if not recurse and self.runner is not None:
                 named = self.holder.named()
-                wanted &= {named[name] for name in self.runner.names_of(module)}  # type: ignore[arg-type]
+                wanted &= {named[name] for name in self.runner.names_of(module)}
             stack.enter_context(
                 self.runtime._summoned(
                     wanted, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu
