@@ -139,6 +139,26 @@ class ShardingCalls:
             (2, 2)
         """
         self._check_open()
+        wanted = set(module.parameters(recurse=recurse))
+        with self._summoned(
+            wanted,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    @contextmanager
+    def _summoned(
+        self,
+        wanted: set[torch.nn.Parameter],
+        *,
+        writeback: bool,
+        rank0_only: bool,
+        offload_to_cpu: bool,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
         if rank0_only and writeback:
             raise ConfigError(
                 "summon_full_params cannot write back what one rank alone has; pass writeback=False with rank0_only"
@@ -148,7 +168,6 @@ class ShardingCalls:
                 "summon_full_params lends gradients to all ranks, where the parameters are; pass with_grads without "
                 "rank0_only and offload_to_cpu"
             )
-        wanted = set(module.parameters(recurse=recurse))
         optimizers = [made for made in self.living_optimizers() if isinstance(made, ShardedOptimizer)]
         with ExitStack() as stack:
             for optimizer in optimizers:

@@ -17,6 +17,7 @@ from shardrt.testing import RankPool
 from tests import (
     acceptance_damage,
     acceptance_elastic,
+    acceptance_fsdp,
     acceptance_hang,
     acceptance_interchange,
     acceptance_join,
@@ -156,6 +157,7 @@ SECTIONS = {
     "memory": (acceptance_strategies.memory,),
     "traffic": (acceptance_strategies.traffic,),
     "hybrid": (acceptance_strategies.hybrid,),
+    "fsdp_api": (acceptance_fsdp.fsdp_api,),
 }
 
 

@@ -12,7 +12,8 @@ Example:
 from __future__ import annotations
 
 from shardrt.compat.fsdp import FullyShardedDataParallel
-from shardrt.compat.fully_sharding import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from shardrt.compat.fsdp_module import FSDPModule, UnshardHandle
+from shardrt.compat.fully_sharding import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from shardrt.compat.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardrt.compat.zero import ZeroRedundancyOptimizer
 
@@ -25,4 +26,5 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -27,9 +26,11 @@ from torch.distributed.fsdp import (
 )
 
 from shardrt.compat import fsdp_state
+from shardrt.compat.fsdp_optimizers import OptimizerStates, roots_of
 from shardrt.compat.sharded_tree import STRATEGIES, ShardedTree, TreeSettings, hybrid_groups, inner_units
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.sharding.prefetching import Prefetch, prefetch_from
+from shardrt.state.kinds import StateKind
 from shardrt.state.optimizers import plain_name
 
 _PREFIX = "_fsdp_wrapped_module"
@@ -41,7 +42,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 _UNLIMITED = 1 << 30
 
 
-class FullyShardedDataParallel(torch.nn.Module):
+class FullyShardedDataParallel(OptimizerStates):
     """Takes what ``torch.distributed.fsdp.FullyShardedDataParallel`` takes, and does what it documents, on any device.
 
     The module is sharded when something is first asked of it. From then on its parameters are this rank's parts, with
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             raise ConfigError("pass ignored_modules or ignored_states, not both")
         states = list(ignored_states or ())
         backward = prefetch_from(backward_prefetch).backward
+        device = _device(device_id)
         group, mesh = hybrid_groups(process_group, device_mesh)
         self._tree: ShardedTree | None = None
         self._is_being_sharded = False
@@ -111,9 +113,11 @@ class FullyShardedDataParallel(torch.nn.Module):
             sync_module_states=True,
             ignored_modules=(*(ignored_modules or ()), *(m for m in states if isinstance(m, torch.nn.Module))),
             ignored_parameters=tuple(p for p in states if isinstance(p, torch.nn.Parameter)),
-            device=_device(device_id),
+            device=None if device is None else device.type,
         )
         del use_orig_params, sync_module_states
+        if device is not None:
+            _move(module, device, self._settings)
         self._fsdp_wrapped_module = module
         for inner in self._inner():
             if inner._tree is not None:
@@ -125,6 +129,10 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def _inner(self) -> list[FullyShardedDataParallel]:
         return [one for one in self.modules() if one is not self and isinstance(one, FullyShardedDataParallel)]
+
+    def check_is_root(self) -> bool:
+        """Whether this wrapper is inside no other."""
+        return self._outer is None
 
     @property
     def sharded_tree(self) -> ShardedTree:
@@ -139,7 +147,16 @@ class FullyShardedDataParallel(torch.nn.Module):
                 _check_alike(settings, one._settings)
             units = inner_units(settings.units, [one._fsdp_wrapped_module for one in inner])
             try:
-                self._tree = ShardedTree(self._fsdp_wrapped_module, attrs.evolve(settings, units=units))
+                together = [settings, *(one._settings for one in inner)]
+                self._tree = ShardedTree(
+                    self._fsdp_wrapped_module,
+                    attrs.evolve(
+                        settings,
+                        units=units,
+                        ignored_modules=tuple(m for one in together for m in one.ignored_modules),
+                        ignored_parameters=tuple(p for one in together for p in one.ignored_parameters),
+                    ),
+                )
             finally:
                 self._is_being_sharded = False
         return self._tree
@@ -189,10 +206,6 @@ class FullyShardedDataParallel(torch.nn.Module):
             self._fsdp_wrapped_module.apply(fn)
         return self
 
-    def check_is_root(self) -> bool:
-        """Whether this wrapper is inside no other."""
-        return self._outer is None
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward inside this block only accumulates, whole gradients on each rank."""
@@ -214,7 +227,8 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Take over a state of any form; every rank calls it."""
-        del assign
+        if assign:
+            raise UnsupportedError("load_state_dict(assign=True): values are copied into parts here; leave assign out")
         return fsdp_state.load_model(self.sharded_tree, self._fsdp_wrapped_module, state_dict, strict=strict)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -249,8 +263,10 @@ class FullyShardedDataParallel(torch.nn.Module):
                 f"{state_dict_type.name} goes with {kinds[0].__name__} and {kinds[1].__name__}, got "
                 f"{type(config).__name__} and {type(for_optimizers).__name__}"
             )
-        roots = _roots(module)
-        before = roots[0]._kind
+        for given in (config, for_optimizers):
+            StateKind.read(state_dict_type, given)
+        roots = roots_of(module)
+        before: StateDictSettings = roots[0]._kind
         for root in roots:
             root._kind = StateDictSettings(state_dict_type, config, for_optimizers)
         return before
@@ -258,7 +274,8 @@ class FullyShardedDataParallel(torch.nn.Module):
     @staticmethod
     def get_state_dict_type(module: torch.nn.Module) -> StateDictSettings:
         """The form that state dicts have."""
-        return _roots(module)[0]._kind
+        found: StateDictSettings = roots_of(module)[0]._kind
+        return found
 
     @staticmethod
     @contextmanager
@@ -275,7 +292,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         try:
             yield
         finally:
-            for root in _roots(module):
+            for root in roots_of(module):
                 root._kind = before
 
     @staticmethod
@@ -289,10 +306,11 @@ class FullyShardedDataParallel(torch.nn.Module):
         with_grads: bool = False,
     ) -> Iterator[None]:
         """A block in which the wrappers in a module have whole parameters; every rank enters it."""
-        options: dict[str, Any] = {"with_grads": True} if with_grads else {}
+        if with_grads and (rank0_only or offload_to_cpu):
+            raise ConfigError("with_grads goes with neither rank0_only nor offload_to_cpu; leave these out")
         with ExitStack() as stack:
-            for one in _roots(module):
-                inner = module if one._outer is not None else one._fsdp_wrapped_module
+            for one in roots_of(module):
+                inner = (module if isinstance(module, FullyShardedDataParallel) else one)._fsdp_wrapped_module
                 stack.enter_context(
                     one.sharded_tree.summoned(
                         inner,
@@ -300,121 +318,43 @@ class FullyShardedDataParallel(torch.nn.Module):
                         writeback=writeback,
                         rank0_only=rank0_only,
                         offload_to_cpu=offload_to_cpu,
-                        **options,
+                        with_grads=with_grads,
                     )
                 )
             yield
 
-    @staticmethod
-    def optim_state_dict(
-        model: torch.nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """An optimizer's state in the form that is set, by the names of the parameters; every rank calls it."""
-        del group
-        if optim_state_dict is not None:
-            raise UnsupportedError("optim_state_dict= of another optimizer cannot be transformed; pass the optimizer")
-        root = _roots(model)[0]
-        return fsdp_state.optimizer_state_dict(root.sharded_tree, optim, root._kind)
 
-    @staticmethod
-    def optim_state_dict_to_load(
-        model: torch.nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
-        is_named_optimizer: bool = False,
-        load_directly: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a state that :meth:`optim_state_dict` made, for ``optim.load_state_dict``."""
-        del is_named_optimizer, group
-        made = fsdp_state.state_to_load(_roots(model)[0].sharded_tree, optim, optim_state_dict)
-        if load_directly:
-            optim.load_state_dict(made)
-        return made
-
-    @staticmethod
-    def full_optim_state_dict(
-        model: torch.nn.Module,
-        optim: torch.optim.Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """The whole state by the names of the parameters, by default on rank 0 alone."""
-        del optim_input, group
-        kind = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=rank0_only)
-        )
-        return fsdp_state.optimizer_state_dict(_roots(model)[0].sharded_tree, optim, kind)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: torch.nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Each rank's part of a state that rank 0 has, for ``optim.load_state_dict``."""
-        del optim_input, group
-        return fsdp_state.scattered_state(_roots(model)[0].sharded_tree, _given(optim), full_optim_state_dict)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: torch.nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """This rank's part of a whole state, for ``optim.load_state_dict``."""
-        del optim_input
-        return fsdp_state.state_to_load(_roots(model)[0].sharded_tree, _given(optim), full_optim_state_dict)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: torch.nn.Module,
-        optim_input: Any = None,
-        optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """A whole state by names from one by numbers, or the other way round."""
-        del optim_input, optim
-        names = [plain_name(name) for name, _ in model.named_parameters()]
-        return fsdp_state.rekeyed(optim_state_dict, names, by_name=optim_state_key_type is OptimStateKeyType.PARAM_NAME)
-
-
-def _roots(module: torch.nn.Module) -> list[FullyShardedDataParallel]:
-    """The outermost wrappers in a module; where it is inside one, that."""
-    found = FullyShardedDataParallel.fsdp_modules(module, root_only=True)
-    if not found and isinstance(module, FullyShardedDataParallel):
-        return [module._root()]
-    if not found:
-        raise ConfigError(
-            f"there is no FullyShardedDataParallel in this {type(module).__name__}; pass what it returned"
-        )
-    return found
-
-
-def _given(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-    if optimizer is None:
-        raise ConfigError("pass optim=, the optimizer that is to load the state; optim_input alone does not tell")
-    return optimizer
-
-
-def _device(given: int | torch.device | str | None) -> str | None:
-    if given is None or isinstance(given, int):
+def _device(given: int | torch.device | str | None) -> torch.device | None:
+    """A number is of the machine's kind of accelerator; where there is none, all there is is the CPU."""
+    if given is None or (isinstance(given, int) and not torch.accelerator.is_available()):
         return None
-    return torch.device(given).type
+    return torch.device(given)
 
 
-_ALIKE = ("strategy", "process_group", "mesh", "mixed_precision", "offload")
+def _move(module: torch.nn.Module, device: torch.device, settings: TreeSettings) -> None:
+    """Bring what is in the CPU's memory to the device, except what is ignored."""
+    ignored = {inner for given in settings.ignored_modules for inner in given.modules()}
+    with torch.no_grad():
+        for inner in module.modules():
+            for tensor in (*inner._parameters.values(), *inner._buffers.values()):
+                if tensor is None or inner in ignored or any(tensor is one for one in settings.ignored_parameters):
+                    continue
+                if tensor.device.type == "cpu" and device.type != "cpu":
+                    moved = tensor.detach().to(device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+                    vars(moved).update(vars(tensor))
+                    torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call] # the same object for all
+
+
+_ALIKE = ("strategy", "process_group", "mesh", "mixed_precision", "offload", "prefetch", "param_init_fn")
 
 
 def _check_alike(outer: TreeSettings, inner: TreeSettings) -> None:
+    if inner.units != ():
+        raise ConfigError(
+            "an inner FullyShardedDataParallel has an auto_wrap_policy of its own; give it to the outer one"
+        )
     for name in _ALIKE:
         mine, other = getattr(outer, name), getattr(inner, name)
         if mine != other:

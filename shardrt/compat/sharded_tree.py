@@ -142,10 +142,40 @@ class ShardedTree:
             yield
 
     @contextmanager
-    def summoned(self, module: torch.nn.Module, **options: Any) -> Iterator[None]:
-        """A block in which a module of the tree has its whole parameters, with their values."""
-        with self.whole(), self.runtime.summon_full_params(module, **options):
+    def summoned(
+        self,
+        module: torch.nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """A block in which a module of the tree has its whole parameters, with their values: all that are in it, or
+        only those of its own unit."""
+        with ExitStack() as stack:
+            stack.enter_context(self.whole())
+            wanted = set(module.parameters())
+            if not recurse and self.runner is not None:
+                named = self.holder.named()
+                wanted &= {named[name] for name in self.runner.names_of(module)}
+            stack.enter_context(
+                self.runtime._summoned(
+                    wanted, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu
+                )
+            )
+            if with_grads and self.shown is not None:
+                stack.enter_context(self.shown.whole_gradients(wanted, writeback=writeback))
             yield
+
+    def start_over(self) -> None:
+        """An exception has ended a forward or backward on every rank: drop its gradients, and be as before it."""
+        self.holder.zero_grad()
+        if self.shown is not None:
+            self.shown.drop_gradients()
+        if self.runner is not None:
+            self.runner.start_over()
 
     def no_sync(self) -> Any:
         """A block in which backward only accumulates."""

@@ -41,7 +41,8 @@ class Arrivals:
         for kind, indices in kinds.items():
             sizes = [buckets[index].buffers.run for index in indices]
             longest = [max(sizes[place::_PLACES], default=0) for place in range(_PLACES)]
-            memory = [torch.zeros(numel, dtype=kind[0], device=kind[1]) for numel in longest]
+            at_rest = buckets[indices[0]].buffers.at_rest
+            memory = [torch.zeros(numel, dtype=kind[0], **at_rest) for numel in longest]
             for turn, index in enumerate(indices):
                 place = turn % _PLACES
                 self._place[index] = (kind, place)
@@ -86,5 +87,4 @@ class Arrivals:
 
     def _give_own(self, index: int) -> None:
         buffers = self._buckets[index].buffers
-        dtype, device = buffers.reduced_kind
-        buffers.put_reduced(torch.zeros(buffers.run, dtype=dtype, device=device))
+        buffers.put_reduced(torch.zeros(buffers.run, dtype=buffers.reduced_kind[0], **buffers.at_rest))

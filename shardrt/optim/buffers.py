@@ -23,6 +23,7 @@ is the one that counts, and each gather begins with a copy of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -61,8 +62,8 @@ class BucketBuffers:
         count = bucket.splits[rank]
         self._own_run = self.params[self.own_start : self.own_start + count]
         self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
-        rests_on = torch.device("cpu") if residence.offload else device
-        self.shard = torch.empty(count, dtype=own, device=rests_on) if self.shard_is_apart else self._own_run
+        self.at_rest = resting_memory(device, residence)
+        self.shard = torch.empty(count, dtype=own, **self.at_rest) if self.shard_is_apart else self._own_run
         """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
         self.slots = slots_of(bucket, params)
         for slot in self.slots:
@@ -75,7 +76,7 @@ class BucketBuffers:
         """Where reduced gradients arrive, once :mod:`shardrt.optim.arrivals` has given it a place."""
         self.holds_reduced = holds_reduced
         self.run = count
-        self.reduced_kind = (self.reduce_dtype if lower.keeps_low_gradients else own, rests_on)
+        self.reduced_kind = (self.reduce_dtype if lower.keeps_low_gradients else own, self.at_rest["device"])
         if holds_gradients:
             self.gradients = torch.zeros(bucket.numel, dtype=self.params.dtype, device=device)
             for slot in self.slots:
@@ -225,6 +226,24 @@ class BucketBuffers:
         if shard.numel == slot.param.tensor.numel():
             return shaped(run, start, slot.param.tensor, keep_strides=slot.home is not None)
         return run[start : start + shard.numel]
+
+
+def resting_memory(device: torch.device, residence: Residence) -> dict[str, Any]:
+    """Where what stays between steps is allocated, as arguments of torch's functions.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.buffers import resting_memory
+        >>> from shardrt.optim.residence import Residence
+        >>> resting_memory(torch.device("cuda"), Residence(offload=True, pins=True))
+        {'device': device(type='cpu'), 'pin_memory': True}
+        >>> resting_memory(torch.device("cpu"), Residence(offload=True, pins=True))
+        {'device': device(type='cpu')}
+    """
+    if not residence.offload:
+        return {"device": device}
+    pinned = {"pin_memory": True} if residence.pins and device.type != "cpu" else {}
+    return {"device": torch.device("cpu"), **pinned}
 
 
 def _give_back(memory: torch.Tensor) -> None:

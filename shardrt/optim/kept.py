@@ -1,12 +1,14 @@
-"""Marks on parameters whose values count in shards, and not in the whole tensor. See Note [Shards apart]."""
+"""Marks on what is not stored as it is: parameters whose values count in shards (see Note [Shards apart]), and buffers
+that are computed with in another dtype."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 _KEPT = "_shardrt_kept_dtype"
+_STORED = "_shardrt_stored_dtypes"
 
 
 def note_kept_apart(tensors: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:
@@ -30,3 +32,24 @@ def kept_dtype(tensor: torch.Tensor) -> torch.dtype | None:
         (torch.float32, None)
     """
     return vars(tensor).get(_KEPT)
+
+
+def note_stored_dtype(module: torch.nn.Module, name: str, dtype: torch.dtype) -> None:
+    """A buffer of a module is cast for computing, and stored in the dtype that it had. Its module keeps the note, since
+    modules put new tensors in the place of old ones."""
+    vars(module).setdefault(_STORED, {}).setdefault(name, dtype)
+
+
+def stored_dtypes(module: torch.nn.Module) -> Mapping[str, torch.dtype]:
+    """The dtypes that buffers of a module are stored in, where these are not their own.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.kept import note_stored_dtype, stored_dtypes
+        >>> norm = torch.nn.BatchNorm1d(2).bfloat16()
+        >>> note_stored_dtype(norm, "running_mean", torch.float32)
+        >>> stored_dtypes(norm)
+        {'running_mean': torch.float32}
+    """
+    found: Mapping[str, torch.dtype] = vars(module).get(_STORED, {})
+    return found

@@ -21,6 +21,8 @@ class Residence:
     """The whole gradients of this rank. If they go, what was reduced is kept, and later reductions add to it."""
     offload: bool = False
     """Whether shards, reduced gradients and so the optimizer's state live in the CPU's memory."""
+    pins: bool = False
+    """Whether that memory is locked for an accelerator's copies."""
 
 
 @attrs.frozen(kw_only=True)

@@ -29,7 +29,7 @@ from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_preci
 from shardrt.sharding.prefetching import prefetch_from
 from shardrt.sharding.running import UnitRunner, notice_backward
 from shardrt.sharding.shown import ShownShards
-from shardrt.sharding.strategies import Strategy, offloads, strategy_called
+from shardrt.sharding.strategies import Strategy, offloads, pins, strategy_called
 from shardrt.sharding.units import Unit, find_units
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def shard_module(
         mixed = mixed_precision_from(mixed_precision)
         residence = chosen.residence if runtime.world_size > 1 else RESIDENT
         residence = attrs.evolve(
-            residence, offload=offloads(offload), gradients=residence.gradients and not shows_shards
+            residence,
+            offload=offloads(offload),
+            pins=pins(offload),
+            gradients=residence.gradients and not shows_shards,
         )
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         names = {name for unit in found for name in unit.params}

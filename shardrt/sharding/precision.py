@@ -3,7 +3,7 @@
 Note [What is cast]: floating-point parameters are gathered in ``param_dtype``, from shards that are kept and stepped in
 their own dtype. Inputs of the root (and of every unit, if asked for) are cast to it. Modules of ignored classes compute
 in the dtype they have: their inputs are cast to that, and their outputs back. Buffers are cast once, when the module is
-sharded.
+sharded, and back to what they were wherever state is read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from shardrt.errors import ConfigError
+from shardrt.optim.kept import note_stored_dtype
 from shardrt.optim.residence import OWN_PRECISION, Precision, PrecisionOf
 from shardrt.sharding.tensors import map_tensors
 from shardrt.sharding.units import Unit
@@ -125,6 +126,7 @@ def cast_buffers(root: torch.nn.Module, mixed: MixedPrecision, left_out: Collect
             continue
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
+                note_stored_dtype(module, name, buffer.dtype)
                 setattr(module, name, buffer.to(mixed.buffer_dtype))
 
 
@@ -137,13 +139,13 @@ def cast_inputs_of(units: Sequence[Unit], mixed: MixedPrecision) -> list[torch.u
             hook = _casting(mixed.param_dtype)
             handles.append(unit.module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
         if number == 0 and mixed.output_dtype is not None:
-            handles.append(unit.module.register_forward_hook(_casting_output(mixed.output_dtype)))
+            handles.append(unit.module.register_forward_hook(casting_output(mixed.output_dtype)))
     if mixed.param_dtype is not None:
         for module in units[0].module.modules():
             if isinstance(module, mixed.module_classes_to_ignore):
                 own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
                 handles.append(module.register_forward_pre_hook(_casting(own), prepend=True, with_kwargs=True))
-                handles.append(module.register_forward_hook(_casting_output(mixed.param_dtype)))
+                handles.append(module.register_forward_hook(casting_output(mixed.param_dtype)))
     return handles
 
 
@@ -154,7 +156,9 @@ def _casting(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
     return hook
 
 
-def _casting_output(dtype: torch.dtype) -> Callable[..., Any]:
+def casting_output(dtype: torch.dtype) -> Callable[..., Any]:
+    """A forward hook that casts what a module returns."""
+
     def hook(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         del args
         return cast(output, dtype)

@@ -3,7 +3,8 @@
 Note [When units come and go]: before a unit's forward its parameters are brought, after it they are put away. Its
 outputs carry a hook that brings them again before its backward begins, its inputs one that puts them away when their
 gradients are there, which is when nothing in the unit is left to compute. Inputs without gradients (the first layer's)
-leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward.
+leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward,
+unless they are told to go between the two.
 
 Note [Recomputation]: inside backward a forward is a recomputation (activation checkpointing). What it brings stays for
 the gradients that are computed next. With ``use_reentrant=False`` these belong to the graph of the first forward, and
@@ -25,7 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -41,6 +42,8 @@ from shardrt.sharding.tensors import differentiable
 from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import UnitParams
 from shardrt.sharding.units import Unit
+
+Direction = Literal["forward", "backward"]
 
 
 class UnitRunner:
@@ -60,7 +63,9 @@ class UnitRunner:
         the module's attributes are outside forward and backward, if not the whole parameters."""
         self._units = units
         self._prefetch = prefetch
-        self._keeping = {number for number in range(len(units)) if keeps_after_forward}
+        self._keeping = set(range(len(units) if keeps_after_forward else 1))
+        self._staying: set[int] = set()
+        self._told_ahead: dict[tuple[Direction, int], list[int]] = {}
         self._nearby = nearby
         self.shown = shown
         self._order = RunningOrder()
@@ -114,6 +119,31 @@ class UnitRunner:
         for number, unit in enumerate(self._units):
             if unit.module is module:
                 (self._keeping.add if keeps else self._keeping.discard)(number)
+
+    def stay_after_backward(self, module: torch.nn.Module, stays: bool) -> None:
+        """Whether a unit stays after its backward, for the next forward, unless a step comes first."""
+        for number, unit in enumerate(self._units):
+            if unit.module is module:
+                (self._staying.add if stays else self._staying.discard)(number)
+
+    def fetch_ahead(self, direction: Direction, module: torch.nn.Module, others: Sequence[torch.nn.Module]) -> None:
+        """Say which units are asked for when this one computes, in place of those that came next last time."""
+        numbers = {unit.module: number for number, unit in enumerate(self._units)}
+        if module in numbers:
+            self._told_ahead[direction, numbers[module]] = [numbers[other] for other in others if other in numbers]
+
+    def names_of(self, module: torch.nn.Module) -> set[str]:
+        """The parameters of the unit that a module is, without those of units inside it."""
+        return {name for unit in self._units if unit.module is module for name in unit.params}
+
+    def start_over(self) -> None:
+        """As if a forward or backward that an exception has ended had never begun."""
+        self._depth = 0
+        self._unhooked.clear()
+        self._in_backward = False
+        self.put_all_away()
+        if self.shown is not None:
+            self.shown.show_shards()
 
     def params_of(self, module: torch.nn.Module) -> list[UnitParams]:
         """Of the unit that a module is, or of all for the root."""
@@ -174,8 +204,7 @@ class UnitRunner:
                     self._begin_forward()
                 self._order.ran(number)
             self._depth += 1
-            ahead = self._order.next_forward(self._prefetch.limit) if self._prefetch.forward and not recomputing else ()
-            self._bring(number, ahead)
+            self._bring(number, () if recomputing else self._next_in_forward(number))
             if torch.is_grad_enabled():
                 if recomputing:
                     self._recomputed.add(number)
@@ -201,7 +230,7 @@ class UnitRunner:
                 if not torch.is_grad_enabled():
                     self._put_away(number)
                 return
-            if not outputs or (number and number not in self._keeping):
+            if not outputs or number not in self._keeping:
                 self._put_away(number, for_backward=bool(outputs))
             if self._depth == 0:
                 if not outputs:
@@ -221,12 +250,7 @@ class UnitRunner:
     def _clear_up(self, number: int) -> None:
         """See Note [After an exception]."""
         if (number == 0 and self._depth) or (self._in_backward and not self._backwards):
-            self._depth = 0
-            self._unhooked.clear()
-            self._in_backward = False
-            self.put_all_away()
-            if self.shown is not None:
-                self.shown.show_shards()
+            self.start_over()
 
     def _begin_forward(self) -> None:
         self._order.begin()
@@ -260,7 +284,10 @@ class UnitRunner:
 
     def _backward_begins(self, number: int) -> None:
         self._running_backward().units.add(number)
-        self._bring(number, self._next_in_backward(number) if self._prefetch.backward == "pre" else ())
+        told: Sequence[int] | None = self._told_ahead.get(("backward", number))
+        if told is None and self._prefetch.backward == "pre":
+            told = self._next_in_backward(number)
+        self._bring(number, told or ())
 
     def _running_backward(self) -> _Backward:
         found = self._backwards.get(torch._C._current_graph_task_id())
@@ -277,10 +304,17 @@ class UnitRunner:
 
     def _backward_done(self, number: int) -> None:
         self._running_backward().units.discard(number)
-        self._put_away(number)
-        if self._prefetch.backward == "post":
+        if number not in self._staying:
+            self._put_away(number)
+        if self._prefetch.backward == "post" and ("backward", number) not in self._told_ahead:
             for later in self._next_in_backward(number):
                 self.params[later].start()
+
+    def _next_in_forward(self, number: int) -> Sequence[int]:
+        told = self._told_ahead.get(("forward", number))
+        if told is not None:
+            return told
+        return self._order.next_forward(self._prefetch.limit) if self._prefetch.forward else ()
 
     def _next_in_backward(self, number: int) -> Sequence[int]:
         return self._order.next_backward(number, self._prefetch.limit)
@@ -290,7 +324,10 @@ class UnitRunner:
         del self._backwards[backward.task]
         if not self._backwards:
             self._in_backward = False
-            self.put_all_away()
+            self._recomputed.clear()
+            for number, params in enumerate(self.params):
+                if number not in self._staying:
+                    params.put_away(lent_too=True)
             if self.shown is not None:
                 self.shown.show_shards()
             return

@@ -9,7 +9,7 @@ copied either way. A part whose gradient somebody has set to None counts as zero
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -149,9 +149,37 @@ class ShownShards:
         made: ShardGradient = marked(values.detach(), ShardGradient, self._peers)
         return made
 
-    def _gathered(self, name: str) -> torch.Tensor:
-        """The whole parameter, from its parts on all ranks."""
-        whole, part = self._wholes[name], self.shards[name]
+    def drop_gradients(self) -> None:
+        """The optimizer has dropped what was accumulated or reduced: parts show it no more."""
+        for part in self.shards.values():
+            part.grad = None
+
+    @contextmanager
+    def whole_gradients(self, wanted: Collection[torch.Tensor], *, writeback: bool) -> Iterator[None]:
+        """A block in which whole parameters have whole gradients, gathered on all ranks; attributes must be whole."""
+        names = [name for name, whole in self._wholes.items() if whole in wanted and self.shards[name].grad is not None]
+        before = {name: self._wholes[name].grad for name in names}
+        for name in names:
+            gradient = self.shards[name].grad
+            assert gradient is not None
+            self._wholes[name].grad = self._gathered(name, gradient.as_subclass(torch.Tensor))
+        try:
+            yield
+        finally:
+            for name in names:
+                whole, owned = self._wholes[name], self._owned.get(name)
+                gradient = self.shards[name].grad
+                if writeback and owned is not None and whole.grad is not None and gradient is not None:
+                    start = owned.shard.start
+                    flat = whole.grad.reshape(-1)[start : start + gradient.numel()]
+                    gradient.as_subclass(torch.Tensor).copy_(flat.view(gradient.shape))
+                whole.grad = before[name]
+
+    def _gathered(self, name: str, part: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole parameter, from its parts on all ranks; or whatever else is divided as it is."""
+        whole = self._wholes[name]
+        if part is None:
+            part = self.shards[name]
         made = torch.empty(whole.shape, dtype=part.dtype, device=part.device)
         splits = [0] * self._peers.shared.world_size
         for shard in self.optimizer.plan.partition.by_param[name]:

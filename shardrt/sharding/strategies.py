@@ -86,6 +86,18 @@ def offloads(given: Any) -> bool:
     raise ConfigError(f"offload={given!r} is not possible; give True, False, or torch's CPUOffload(offload_params=...)")
 
 
+def pins(given: Any) -> bool:
+    """Whether the CPU's memory is locked for an accelerator's copies: as torch's ``CPUOffloadPolicy`` says.
+
+    Example:
+        >>> from torch.distributed.fsdp import CPUOffloadPolicy
+        >>> from shardrt.sharding.strategies import pins
+        >>> pins(CPUOffloadPolicy()), pins(CPUOffloadPolicy(pin_memory=False)), pins(True)
+        (True, False, False)
+    """
+    return bool(getattr(given, "pin_memory", False))
+
+
 def strategy_called(given: Any) -> Strategy:
     """A strategy by its name, or by a member of torch's ``ShardingStrategy``.
 

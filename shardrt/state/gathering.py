@@ -39,7 +39,7 @@ def whole_model(
             if name in state.apart:
                 made[name] = torch.empty(tensor.shape, dtype=state.dtype(name), device=where)
             else:
-                made[name] = tensor.detach().to(where, copy=True)
+                made[name] = tensor.detach().to(where, dtype=state.dtype(name), copy=True)
 
     def place(rank: int, number: int) -> torch.Tensor | None:
         shard = order[rank][number]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
 from shardrt.errors import StateError, UnsupportedError
-from shardrt.optim.kept import kept_dtype
+from shardrt.optim.kept import kept_dtype, stored_dtypes
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.plan import Shard, spread_largest_first
 from shardrt.state.optimizers import plain_name
@@ -30,9 +30,12 @@ class ModelState:
     """Parameters whose values count in the shards of their owners, and those shards' dtype: no rank has them whole, or
     only in a lower precision, so only parts of them are read or written."""
 
+    stored: Mapping[str, torch.dtype] = attrs.field(factory=dict)
+    """Buffers that are stored in another dtype than they are computed with."""
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
-        return self.apart.get(name, self.tensors[name].dtype)
+        return self.apart.get(name) or self.stored.get(name) or self.tensors[name].dtype
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -82,7 +85,20 @@ def model_state(module: torch.nn.Module) -> ModelState:
             tensors[name] = value
             if id(value) not in trained:
                 buffers.add(name)
-    return ModelState(tensors=tensors, aliases=aliases, values=values, buffers=frozenset(buffers), apart=apart)
+    return ModelState(
+        tensors=tensors,
+        aliases=aliases,
+        values=values,
+        buffers=frozenset(buffers),
+        apart=apart,
+        stored={name: dtype for name, dtype in _stored(inner) if name in tensors},
+    )
+
+
+def _stored(module: torch.nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    for prefix, inner in module.named_modules():
+        for name, dtype in stored_dtypes(inner).items():
+            yield plain_name(f"{prefix}.{name}" if prefix else name), dtype
 
 
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -152,7 +168,7 @@ class OwnParts:
         """The values of one of this rank's shards, flat."""
         if shard.param in self._state.apart:
             return self._kept[shard.param, shard.start, shard.stop].detach().reshape(-1)
-        return part_of(self._state.tensors[shard.param], shard.start, shard.stop)
+        return part_of(self._state.tensors[shard.param], shard.start, shard.stop).to(self._state.dtype(shard.param))
 
     def write(self, shard: Shard, values: torch.Tensor) -> None:
         """Give one of this rank's shards of a tensor that is kept apart new values."""
@@ -163,7 +179,7 @@ class OwnParts:
 def copies(state: ModelState, *, on_cpu: bool) -> dict[str, Any]:
     """The state as a module's ``state_dict`` has it, in memory of its own; tied tensors stay one tensor."""
     made = {
-        name: tensor.detach().to("cpu", copy=True) if on_cpu else tensor.detach().clone()
+        name: tensor.detach().to("cpu" if on_cpu else tensor.device, dtype=state.dtype(name), copy=True)
         for name, tensor in state.tensors.items()
     }
     return {**made, **{alias: made[name] for alias, name in state.aliases.items()}, **state.values}
