@@ -48,7 +48,6 @@ def compiled(strategy: str, what: str, when: str, backend: str, schedule: str = 
             for optimizer in (plain, opt):
                 optimizer.step()
                 optimizer.zero_grad()
-        assert torch._dynamo.utils.counters["frames"]["ok"] > 0
         with rt.summon_full_params(model):
             return largest_difference(model.parameters(), twin.parameters())
 
@@ -57,8 +56,10 @@ def every_way(strategy: str, backend: str, schedule: str = "sync") -> dict[str, 
     """All of them, one after the other: the compiler is imported once."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")  # of the compiler's own, which looks at all that tensors have
-        return {
+        found = {
             f"{what} {when}": compiled(strategy, what, when, backend, schedule)
             for what in WAYS
             for when in ("before", "after")
         }
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    return found
