@@ -23,11 +23,14 @@ def _make() -> Schedule:
 
 
 class SyncSchedule:
-    """Nothing overlaps with backward. Inside the step the next bucket is reduced while one is updated, and the one
-    before is gathered: all wires are busy, and reduced gradients of two buckets are in memory, not of all."""
+    """Nothing overlaps with backward, so one bucket per dtype is best: fewest messages, and all wires are busy.
+
+    Where there are several all the same, the next bucket is reduced while one is updated, and the one before is
+    gathered: reduced gradients of two buckets are in memory, not of all.
+    """
 
     name = "sync"
-    bucket_mb: float | None = 8.0
+    bucket_mb: float | None = None
 
     def step(self, engine: StepEngine) -> None:
         """See :class:`shardrt.protocols.Schedule`."""

@@ -45,6 +45,7 @@ def build_optimizer(
     defaults: Mapping[str, Any],
     partitioner: Partitioner | None = None,
     units: tuple[tuple[str, ...], ...] | None = None,
+    bucket_bytes: int | None = None,
     residence: Residence = RESIDENT,
     precision: PrecisionOf = own_precision,
     materialise: Materialise | None = None,
@@ -69,8 +70,7 @@ def build_optimizer(
             partitioner=partitioner or runtime.partitioner,
             units=units,
             world_size=runtime.world_size if mesh is None else len(mesh.shard_group),
-            # Gradients that go as soon as they are reduced go bucket by bucket.
-            bucket_bytes=runtime.bucket_bytes if residence.gradients else runtime.bucket_bytes or GOING_BYTES,
+            bucket_bytes=bucket_bytes or runtime.bucket_bytes,
             optimizer_class=optimizer_class,
             reach=reach,
         )
@@ -149,10 +149,6 @@ def _communicators(
             "optimizer with several parameter groups"
         )
     return runtime.negotiate(dtypes), None
-
-
-GOING_BYTES = 8 * 2**20
-"""Of a bucket whose gradients go as soon as they are reduced."""
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 from shardrt.choosing import choose_partitioner
 from shardrt.errors import ConfigError
 from shardrt.handshake import Field
-from shardrt.optim.build import GOING_BYTES, Materialise, build_optimizer
+from shardrt.optim.build import Materialise, build_optimizer
 from shardrt.optim.initial import sync_buffers
 from shardrt.optim.managed import ManagedOptimizer
 from shardrt.optim.mesh import Mesh, groups_of
@@ -34,6 +34,10 @@ from shardrt.sharding.units import Unit, find_units
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
+
+
+_BUCKET_BYTES = 8 * 2**20
+"""What travels together, unless the runtime says otherwise."""
 
 
 def shard_module(
@@ -99,6 +103,7 @@ def shard_module(
         uses=uses,
         defaults=defaults,
         partitioner=dividing,
+        bucket_bytes=runtime.bucket_bytes or _BUCKET_BYTES,
         units=None
         if whole and mixed is None and not residence.offload
         else _travelling(found, precision, dict(named), _bucket_bytes(runtime, dividing)),
@@ -200,7 +205,7 @@ def _materialising(
 
 def _bucket_bytes(runtime: Runtime, partitioner: Partitioner) -> int | None:
     """How large a bucket of a unit may be. Where parameters stay whole, few of them could not be divided evenly."""
-    return (runtime.bucket_bytes or GOING_BYTES) if getattr(partitioner, "cuts_parameters", False) else None
+    return (runtime.bucket_bytes or _BUCKET_BYTES) if getattr(partitioner, "cuts_parameters", False) else None
 
 
 def _travelling(
@@ -233,11 +238,13 @@ def _partitioner(
     *,
     whole: bool,
 ) -> Partitioner:
-    """The one that is asked for. Else, where parameters are sharded too: even ranges of each unit, if the optimizer
-    allows to cut parameters."""
+    """The one that is asked for. Else, if the optimizer allows to cut parameters: even ranges of each unit where
+    parameters are sharded too, of each bucket where they are not."""
     if given is not None:
         return choose_partitioner(runtime.registry, given)
-    if whole or not isinstance(optimizer_class, type):
-        return runtime.partitioner  # type: ignore[no-any-return]
-    cuts = reach_of(optimizer_class, elementwise) is Reach.ELEMENT
+    cuts = isinstance(optimizer_class, type) and reach_of(optimizer_class, elementwise) is Reach.ELEMENT
+    if whole:
+        # Whole parameters leave a bucket to few ranks, and the others' wires idle.
+        wanted = "bucket" if cuts and runtime.partitioner.name == "greedy" else runtime.partitioner
+        return choose_partitioner(runtime.registry, wanted)
     return choose_partitioner(runtime.registry, "flat" if cuts else "greedy")

@@ -19,7 +19,7 @@ def tolerance(name: str, strategy: str, optimizer: str) -> float:
     """How far a model of the zoo may be from its twin. Nearly always not at all."""
     if name == "convolutions" and optimizer != "muon":
         return 5e-6  # which kernel torch takes for a convolution depends on where weights lie in memory
-    if name == "mixed dtypes" and strategy in ("full_shard", "hybrid_shard") and optimizer.startswith("sgd"):
+    if name == "mixed dtypes" and strategy != "no_shard" and optimizer.startswith("sgd"):
         # Of a bfloat16 tensor torch computes the last elements, those that fill no vector, with other roundings, and a
         # parameter that is cut has other last elements: one unit in the last place.
         return 2.0**-8
