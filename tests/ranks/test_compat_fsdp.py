@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -24,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+import shardrt.compat
 from shardrt.compat import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from shardrt.errors import ShardrtError
 from shardrt.testing import RankPool
@@ -386,3 +389,20 @@ def test_a_file_goes_on_with_another_number_of_ranks(ranks: RankPool, tmp_path: 
     path = str(tmp_path / "state.pt")
     assert max(ranks.run(trained_and_saved, ranks=2, path=path)) == 0.0
     assert max(ranks.run(resumed, ranks=3, path=path)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["FullyShardedDataParallel", "FSDPModule", "fully_shard", "register_fsdp_forward_method"]
+)
+def test_arguments_are_called_as_torchs(name: str) -> None:
+    ours, theirs = getattr(shardrt.compat, name), getattr(torch.distributed.fsdp, name)
+    if not isinstance(theirs, type):
+        assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+        return
+    methods = [each for each, value in vars(theirs).items() if not each.startswith("_") and callable(value)]
+    methods += ["__init__"] if name == "FullyShardedDataParallel" else []
+    for method in methods:
+        if isinstance(vars(theirs).get(method), (staticmethod,)) or inspect.isfunction(getattr(theirs, method)):
+            wanted = list(inspect.signature(getattr(theirs, method)).parameters)
+            got = list(inspect.signature(getattr(ours, method)).parameters)
+            assert [each for each in wanted if each not in (*got, "args", "kwargs")] == [], method

@@ -81,9 +81,10 @@ def watched(model: Any) -> dict[str, list[bool]]:
                 note(f"forward of {number}")
             output.register_hook(lambda _: note(f"{when} backward of {number}"))
 
-        model.blocks[number].register_forward_hook(hook, prepend=first)
+        # In the middle of a block's backward the gradient of what is inside it arrives.
+        (model.blocks[number] if first else model.blocks[number][1]).register_forward_hook(hook, prepend=first)
 
-    list(model.parameters())  # shards it: hooks that are not the first come after those that bring and put away
+    list(model.parameters())  # shards it: hooks come before those that bring and put away
     for number in range(len(model.blocks)):
         watch(number, "before", first=True)
         watch(number, "in", first=False)
