@@ -18,12 +18,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests that are crossed over two things a half is always run, in which each value of both occurs; the rest is
-    in the long series. Of the doubles only Ascend's is another with three ranks than with two."""
+    in the long series. Full sharding, which has most to go wrong, is crossed with everything. Of the doubles only Ascend's is another with three ranks than with two."""
+    seen: dict[tuple[str, str], list[object]] = {}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         doubles = "TestHabanaOnItsDouble" in item.nodeid or "TestNcclOnItsDouble" in item.nodeid
         if (doubles and "3-ranks" in item.name) or ("tests/ranks" in item.nodeid and _is_other_half(params)):
             item.add_marker(pytest.mark.long)
+        elif "name" in params and "strategy" in params and "tests/ranks" in item.nodeid:
+            places = 0
+            for key in ("name", "strategy"):
+                values = seen.setdefault((item.nodeid.partition("[")[0], key), [])
+                if params[key] not in values:
+                    values.append(params[key])
+                places += values.index(params[key])
+            if places % 2 and str(params["strategy"]).lower() != "full_shard":
+                item.add_marker(pytest.mark.long)
 
 
 def _is_other_half(params: Mapping[str, object]) -> bool:
