@@ -18,7 +18,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests that are crossed over two things a half is always run, in which each value of both occurs; the rest is
-    in the long series. Full sharding, which has most to go wrong, is crossed with everything. Of the doubles only Ascend's is another with three ranks than with two."""
+    in the long series. Full sharding, which has most to go wrong, is crossed with everything. Of the doubles only
+    Ascend's is another with three ranks than with two."""
     seen: dict[tuple[str, str], list[object]] = {}
     for item in items:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
