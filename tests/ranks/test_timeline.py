@@ -56,17 +56,18 @@ def test_a_run_is_recorded_on_every_rank(ranks: RankPool, tmp_path: Path, schedu
             assert len(found) == STEPS * buckets
             assert all(span.thread.startswith("shardrt-") and span.details["bytes"] > 0 for span in found)
             assert sorted(span.details["bucket"] for span in found) == sorted([*range(buckets)] * STEPS)
+            if schedule == "sync":
+                steps = operations(recorded, "trainer", "step")
+                assert all(any(step.start <= span.start <= span.end <= step.end for step in steps) for span in found)
         assert len(operations(recorded, "trainer", "step")) == STEPS
         updates = operations(recorded, "update", "update")
-        assert len(updates) == (STEPS if schedule == "sync" else STEPS * buckets)
+        assert len(updates) == STEPS * buckets
     shown = CliRunner().invoke(main, ["trace", str(run), "--json"])
     assert shown.exit_code == 0, shown.output
     document = json.loads(shown.stdout)
     assert document["steps"] == [2, STEPS] and document["notes"] == []
     for rank in document["ranks"]:
         assert rank["communication_ms"] > 0 and 0 <= rank["hidden"] <= 1
-    if schedule == "sync":
-        assert document["overall"]["hidden"] < 0.05
     assert (run / "timeline.html").stat().st_size > 10_000
 
 
