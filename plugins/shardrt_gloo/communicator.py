@@ -55,8 +55,7 @@ class GlooCommunicator:
         self._issued = 0
         self._running = 0
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
-        # Two chunks of every peer are in memory: one arrives while the other is added up.
-        self._chunk_bytes = max(_SMALL_BYTES, int(chunk_mb * 2**20) // (2 * max(1, len(self._peers))))
+        self._scratch_bytes = int(chunk_mb * 2**20)
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._sums: dict[torch.dtype, torch.Tensor] = {}
         self._thread = self._make_thread()
@@ -77,7 +76,7 @@ class GlooCommunicator:
         result = runs[self.rank] if output is None else output
         return self._submit(
             "reduce_scatter",
-            lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average),
+            lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average, in_output=output is not None),
             buffer.nbytes,
         )
 
@@ -196,16 +195,31 @@ class GlooCommunicator:
         return self._thread.submit(described, numbered, bytes=nbytes, communicator=self._group.number, number=number)
 
     def _reduce_runs(
-        self, operation: str, runs: Sequence[torch.Tensor], result: torch.Tensor, op: ReduceOp, average: bool
+        self,
+        operation: str,
+        runs: Sequence[torch.Tensor],
+        result: torch.Tensor,
+        op: ReduceOp,
+        average: bool,
+        *,
+        in_output: bool = False,
     ) -> None:
-        chunk = max(1, self._chunk_bytes // result.element_size())
+        """``in_output``: the result shares no memory with the runs, on any rank."""
         own = runs[self.rank]
-        steps = -(-max((run.numel() for run in runs), default=0) // chunk)
+        # The first peer's run may arrive where the sum goes: two ranks then need no memory beside it.
+        is_apart = bool(in_output and self._peers) and not (result.dtype in _HALF and op == "sum")
+        count = len(self._peers) - is_apart
         # Two sets of arrival buffers: the next chunk travels while this one is added up.
+        chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, 2 * count))
+        chunk = chunk_bytes // result.element_size()
+        steps = -(-max((run.numel() for run in runs), default=0) // chunk)
+        kept = self._arrival_buffers(own, chunk, count)
         under_way: list[Callable[[], None]] = []
         for step in range(steps):
             part = slice(step * chunk, (step + 1) * chunk)
-            arrivals = [buffer[: own[part].numel()] for buffer in self._arrival_buffers(own, chunk)[step % 2]]
+            arrivals = [buffer[: own[part].numel()] for buffer in kept[step % 2]]
+            if is_apart:
+                arrivals.insert(0, result[part])
             finish = self._post(
                 operation,
                 sends=[(peer, runs[peer][part]) for peer in self._peers],
@@ -217,13 +231,15 @@ class GlooCommunicator:
         for finish in under_way:
             finish()
 
-    def _arrival_buffers(self, like: torch.Tensor, chunk: int) -> list[list[torch.Tensor]]:
+    def _arrival_buffers(self, like: torch.Tensor, chunk: int, count: int) -> list[list[torch.Tensor]]:
         needed = min(chunk, like.numel())
-        kept = self._arrivals.get(like.dtype)
-        if kept is None or (self._peers and kept[0][0].numel() < needed):
-            kept = [[like.new_empty(needed) for _ in self._peers] for _ in range(2)]
-            self._arrivals[like.dtype] = kept
-        return kept
+        kept = self._arrivals.setdefault(like.dtype, [[], []])
+        for buffers in kept:
+            if buffers and buffers[0].numel() < needed:
+                buffers.clear()
+            while len(buffers) < count:
+                buffers.append(like.new_empty(max(needed, buffers[0].numel() if buffers else 0)))
+        return [buffers[:count] for buffers in kept]
 
     def _then_combine(
         self,

@@ -53,6 +53,10 @@ def check_runs(
         >>> check_runs("all_gather", torch.zeros(5), [2, 2], world_size=2, rank=0)
         Traceback (most recent call last):
         shardrt.errors.ConfigError: all_gather on rank 0: splits [2, 2] add up to 4, the buffer has 5 elements
+        >>> gradients = torch.zeros(4)
+        >>> check_runs("reduce_scatter", gradients, [2, 2], world_size=2, rank=0, output=gradients[:2])
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: reduce_scatter on rank 0: the output lies in the buffer, which must stay ...
     """
     check_flat(operation, buffer, rank)
     found = list(splits)
@@ -75,6 +79,16 @@ def check_runs(
             f"{operation} on rank {rank}: output has {output.numel()} elements of {output.dtype}, "
             f"the own run has {found[rank]} of {buffer.dtype}"
         )
+    if world_size > 1 and output.numel() and _overlap(output, buffer):
+        raise ConfigError(
+            f"{operation} on rank {rank}: the output lies in the buffer, which must stay as it is; leave output out to "
+            "reduce in place"
+        )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    starts_before_end = one.data_ptr() < other.data_ptr() + other.nbytes
+    return starts_before_end and other.data_ptr() < one.data_ptr() + one.nbytes and one.device == other.device
 
 
 def check_source(operation: str, source: int, world_size: int, rank: int) -> None:
