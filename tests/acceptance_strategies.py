@@ -26,6 +26,9 @@ def memory(pool: RankPool) -> bool:
     """At most 5 % and one unit above the formulas, at rest and at the peak of a step."""
     del pool  # the benchmark starts ranks of its own
     show_strategies(counted(), traffic=False)
+    # What asking for the next unit ahead costs: the same without.
+    unhurried = StrategiesSettings(size=SIZE, strategies=("full_shard", "hybrid_shard"), prefetch="none")
+    show_strategies(count_strategies(unhurried, patience=PATIENCE), traffic=False)
     return counted().memory_within
 
 

@@ -67,6 +67,9 @@ STRATEGIES: Mapping[str, Divided] = MappingProxyType(
 )
 
 
+PREFETCHES = ("pre", "post", "none")
+
+
 def _tuple(given: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(given)  # they travel to the ranks as a list
 
@@ -92,6 +95,9 @@ class StrategiesSettings:
     schedule: str | None = None
     """None is the runtime's default."""
     partitioner: str | None = None
+    prefetch: str = "pre"
+    """Which unit is asked for ahead in backward, see :class:`shardrt.sharding.prefetching.Prefetch`; ``none``: nothing
+    ever is."""
     link: str = NO_LINK
     """A rate: the ranks are on two hosts with this between them."""
 
@@ -112,6 +118,8 @@ class StrategiesSettings:
                 raise ConfigError(
                     f"unknown strategy {name!r}; there are: {', '.join(STRATEGIES)}{did_you_mean(name, STRATEGIES)}"
                 )
+        if self.prefetch not in PREFETCHES:
+            raise ConfigError(f"unknown prefetch {self.prefetch!r}; there are: {', '.join(PREFETCHES)}")
         if not any(self.taking_part(ranks) for ranks in self.ranks):
             raise ConfigError(
                 f"{' and '.join(self.strategies) or 'no strategy'} with {' and '.join(map(str, self.ranks))} ranks "

@@ -132,6 +132,7 @@ class _Counting:
         before = self._begin()
         grouped = STRATEGIES[name].hybrid and self._settings.link == NO_LINK  # with a link the hosts are the groups
         more: dict[str, Any] = {"shard_size": SHARD_SIZE} if grouped else {}
+        more["prefetch"] = None if self._settings.prefetch == "none" else self._settings.prefetch
         with ExitStack() as cleanup:
             # Gloo by name: the network device counts what it sends, and nothing of what goes through shared memory.
             rt = cleanup.enter_context(shardrt.Runtime(**self.chosen(), backend="gloo", device="cpu"))

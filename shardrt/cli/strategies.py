@@ -44,6 +44,13 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
 @click.option("--schedule", default=None, help="As `shardrt plugins` lists them; default: the runtime's.")
 @click.option("--partitioner", default=None, help="As `shardrt plugins` lists them; default: the runtime's.")
 @click.option(
+    "--prefetch",
+    default="pre",
+    show_default=True,
+    type=click.Choice(["pre", "post", "none"]),
+    help="Which unit's parameters are asked for ahead of their use; none: two units are never whole at once.",
+)
+@click.option(
     "--link",
     default="none",
     show_default=True,
@@ -95,7 +102,7 @@ def show_strategies(report: StrategiesReport, *, memory: bool = True, traffic: b
     console = Console()
     console.print(
         f"{report.parameters:,} parameters ({report.parameter_bytes / 1e6:,.2f} MB), AdamW, Gloo on {where}, schedule "
-        f"{report.schedule}, partitioner {report.partitioner} where parameters stay whole",
+        f"{report.schedule}, partitioner {report.partitioner} where parameters stay whole, prefetch {settings.prefetch}",
         soft_wrap=True,
         highlight=False,
     )
