@@ -102,7 +102,8 @@ def show_strategies(report: StrategiesReport, *, memory: bool = True, traffic: b
     console = Console()
     console.print(
         f"{report.parameters:,} parameters ({report.parameter_bytes / 1e6:,.2f} MB), AdamW, Gloo on {where}, schedule "
-        f"{report.schedule}, partitioner {report.partitioner} where parameters stay whole, prefetch {settings.prefetch}",
+        f"{report.schedule}, partitioner {report.partitioner} where parameters stay whole, prefetch "
+        f"{settings.prefetch}",
         soft_wrap=True,
         highlight=False,
     )

@@ -11,6 +11,14 @@ Example:
 
 from __future__ import annotations
 
+from shardrt.compat.checkpoint_state import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from shardrt.compat.fsdp import FullyShardedDataParallel
 from shardrt.compat.fsdp_module import FSDPModule, UnshardHandle
 from shardrt.compat.fully_sharding import fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -23,8 +31,14 @@ __all__ = [
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
     "fully_shard",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
     "share_comm_ctx",
 ]

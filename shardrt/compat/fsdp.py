@@ -217,8 +217,15 @@ class FullyShardedDataParallel(OptimizerStates):
         return torch.nn.utils.clip_grad_norm_(list(self.parameters()), max_norm, norm_type)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The state in the form that :meth:`set_state_dict_type` has set, by default the whole; every rank calls it."""
-        del args, keep_vars
+        """The state in the form that :meth:`set_state_dict_type` has set, by default the whole; every rank calls it.
+
+        With ``keep_vars``: the parameters themselves, which are this rank's parts.
+        """
+        del args
+        if keep_vars:
+            inner = self._fsdp_wrapped_module
+            self.sharded_tree  # noqa: B018  # sharded at first use
+            return inner.state_dict(destination=destination, prefix=prefix, keep_vars=True)
         made = fsdp_state.model_state_dict(self.sharded_tree, self._fsdp_wrapped_module, self._root()._kind)
         if destination is None:
             return {prefix + name: value for name, value in made.items()}

@@ -38,7 +38,11 @@ def optimizer_state_dict(
     tree: ShardedTree, optimizer: torch.optim.Optimizer, settings: StateDictSettings
 ) -> dict[str, Any]:
     """The state of an optimizer of torch's over the tree's parts; every rank calls it."""
-    kind = _kind(settings.state_dict_type, settings.optim_state_dict_config)
+    return optimizer_state(tree, optimizer, _kind(settings.state_dict_type, settings.optim_state_dict_config))
+
+
+def optimizer_state(tree: ShardedTree, optimizer: torch.optim.Optimizer, kind: StateKind) -> dict[str, Any]:
+    """The same, in a form of ours."""
     made = tree.runtime._made(tree.adopted(optimizer), kind)
     if kind.kind != "full" or not made:
         return made

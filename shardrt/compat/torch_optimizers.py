@@ -7,6 +7,7 @@ nothing. Every optimizer of torch's tells of its steps (a hook of torch's), and 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,22 @@ def _look_at(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             "rt.shard(model, optimizer_class, ...), which gives it whole parameters, or mark the class with "
             "shardrt_elementwise = True if its update of an element looks at that element alone"
         )
+    if optimizer not in _SEEN and any(isinstance(param, ShardParameter) for param in params):
+        optimizer.register_state_dict_pre_hook(_refuse_torchs_functions)
     _SEEN[optimizer] = count
+
+
+def _refuse_torchs_functions(optimizer: torch.optim.Optimizer) -> None:
+    """torch's ``get_optimizer_state_dict`` takes tensors that are no DTensors for whole ones: whoever saved its result
+    would have one rank's parts, and no trace of the others'."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise UnsupportedError(
+                f"torch.distributed.checkpoint.state_dict would take this rank's parts of {type(optimizer).__name__}'s "
+                "state for all of it; import the function of the same name from shardrt.compat"
+            )
 
 
 class OptimizerOnShards(ManagedOptimizer):

@@ -29,6 +29,8 @@ class Followers:
     """A synchronised backward has filled its first bucket."""
     reduced: Callable[[], None] = lambda: None
     """A synchronised backward has ended."""
+    steps_elsewhere: bool = False
+    """Whether reduced gradients are handed to somebody who steps, so that nothing is under way when backward ends."""
     summoned: bool = False
     """Whether whole parameters are lent to somebody outside forward and backward."""
 

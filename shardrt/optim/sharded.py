@@ -275,7 +275,8 @@ class ShardedOptimizer(FreezingOptimizer):
 
     def check_between_steps(self, what: str) -> None:
         """Raise if an update is under way, whose state nobody could tell."""
-        self._refuse_inside_a_step(what)
+        if not self.followers.steps_elsewhere:
+            self._refuse_inside_a_step(what)
 
     def spread_parameters(self) -> None:
         """The shards have new values: where whole parameters stay and are apart from them, these follow."""

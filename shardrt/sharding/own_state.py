@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardrt.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
 
@@ -39,6 +41,8 @@ def answer_by_runtime(module: torch.nn.Module, runtime: Runtime) -> None:
         assert alive is not None
         if owner is None:
             return plain_load(alive, state_dict, strict=strict, assign=assign)
+        if assign:
+            raise UnsupportedError("load_state_dict(assign=True): values are copied into shards here; leave assign out")
         owner.load_state_dict(alive, state_dict, strict=strict)
         return torch.nn.modules.module._IncompatibleKeys([], [])
 

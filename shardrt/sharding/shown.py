@@ -44,6 +44,7 @@ class ShownShards:
         ]
         optimizer.followers.reducing = self._before_reduction
         optimizer.followers.reduced = self._hand_out_gradients
+        optimizer.followers.steps_elsewhere = True
 
     def follow(self, engine: BucketEngine) -> None:
         """Buckets were laid out anew: parts are other views now."""
