@@ -61,7 +61,11 @@ class UnitParams(KeptByModule):
         self._on_gather = on_gather
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
         self._works: list[Work] | None = None
-        self._told: torch.Tensor | None = None
+        # Made here and not when it is used: inside torch.inference_mode it could be written to only there.
+        ranks = max(communicator.world_size, 1 if nearby is None else nearby.world_size)
+        device = buffers[0].params.device if buffers else None
+        self._numbers = torch.zeros(2 * ranks, dtype=torch.int8, device=device)
+        self._told = self._numbers[:0]
         self.is_here = not any(is_watched(tensor) for tensor in self._tensors)
         """They can be computed with."""
         if not self.is_here:  # they were put away before the buckets were laid out anew
@@ -110,10 +114,10 @@ class UnitParams(KeptByModule):
 
     def _tell_number(self, communicator: Communicator) -> Work:
         """See Note [Gathers are told apart]."""
-        size, here = communicator.world_size, communicator.rank
-        told = torch.zeros(2 * size, dtype=torch.int8)
-        told[2 * here], told[2 * here + 1] = self._number % 128, self._number // 128 % 128
-        self._told = told.to(self._buffers[0].params.device)
+        low, high = self._number % 128, self._number // 128 % 128
+        here = 2 * communicator.rank
+        self._told = self._numbers[: 2 * communicator.world_size].zero_()
+        self._told[here : here + 2] = torch.tensor([low, high], dtype=torch.int8)
         # Zeros and each rank's own: the largest are a gather that, being small, nothing has to wait behind.
         return communicator.all_reduce(self._told, op="max")
 
@@ -127,7 +131,6 @@ class UnitParams(KeptByModule):
             raise CommunicationError(f"gathering the parameters of unit {self.name!r}: {error}") from error
 
     def _check_number(self) -> None:
-        assert self._told is not None
         numbers = [low + 128 * high for low, high in self._told.view(-1, 2).tolist()]
         for other, number in enumerate(numbers):
             if number != self._number:
