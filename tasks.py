@@ -44,7 +44,15 @@ def test(arguments: list[str]) -> int:
     return lint([]) or in_two_halves("-m", "not long")
 
 
-HALVES = {"ranks": ["tests/ranks"], "beside": ["tests/meta", "tests/plugins", "tests/unit"]}
+COMMANDS = ("tests/ranks/test_bench_*.py", "tests/ranks/test_cli_demo_doctor.py")
+"""Ranks that commands start, not the tests' own."""
+HALVES = {
+    "ranks": ["tests/ranks", *(f"--ignore-glob={pattern}" for pattern in COMMANDS)],
+    "beside": [
+        *("tests/meta", "tests/plugins", "tests/unit"),
+        *(str(path) for pattern in COMMANDS for path in sorted(ROOT.glob(pattern))),
+    ],
+}
 
 
 def in_two_halves(*arguments: str) -> int:

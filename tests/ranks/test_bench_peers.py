@@ -33,6 +33,7 @@ def rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in document["contestants"]}
 
 
+@pytest.mark.long
 def test_the_document_says_what_was_measured_and_what_was_not(document: dict[str, Any]) -> None:
     assert [row["name"] for row in document["contestants"]] == list(CONTESTANTS)
     assert (document["ranks"], document["steps"], document["rounds"], document["size"]) == (2, STEPS, ROUNDS, "small")
@@ -42,12 +43,14 @@ def test_the_document_says_what_was_measured_and_what_was_not(document: dict[str
     assert document["not_measured_here"] == ["DeepSpeed", "FSDP"]
 
 
+@pytest.mark.long
 def test_everybody_ends_with_the_parameters_of_ddp(rows: dict[str, dict[str, Any]]) -> None:
     # With two ranks there is one order to add in, and halving is exact: the same bits, not only close.
     assert {name: row["largest_parameter_difference"] for name, row in rows.items()} == dict.fromkeys(CONTESTANTS, 0.0)
     assert all(row["ranks_agree"] for row in rows.values())
 
 
+@pytest.mark.long
 def test_state_is_sharded_by_all_but_ddp(rows: dict[str, dict[str, Any]], document: dict[str, Any]) -> None:
     whole = rows[DDP]["optimizer_bytes"]
     assert whole == pytest.approx(2 * document["parameter_bytes"], rel=0.01)
@@ -55,6 +58,7 @@ def test_state_is_sharded_by_all_but_ddp(rows: dict[str, dict[str, Any]], docume
         assert whole / 2 <= rows[name]["optimizer_bytes"] + 1024 < 0.55 * whole, name
 
 
+@pytest.mark.long
 def test_the_wire_carries_what_each_way_must_send(rows: dict[str, dict[str, Any]], document: dict[str, Any]) -> None:
     wire = {name: row["wire_bytes_per_step"] for name, row in rows.items()}
     for name, row in rows.items():
@@ -70,6 +74,7 @@ def test_the_wire_carries_what_each_way_must_send(rows: dict[str, dict[str, Any]
     assert wire["shardrt_under_ddp"] == pytest.approx(1.5 * wire[DDP], rel=LOOSE)
 
 
+@pytest.mark.long
 def test_times_are_medians_of_what_is_told(rows: dict[str, dict[str, Any]]) -> None:
     for row in rows.values():
         low, high = row["ms_per_step_quartiles"]

@@ -36,6 +36,7 @@ def rows(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in document["ways"]}
 
 
+@pytest.mark.long
 def test_the_document_says_what_was_measured(document: dict[str, Any]) -> None:
     assert [row["name"] for row in document["ways"]] == list(WAYS)
     assert (document["ranks"], document["rounds"], document["state_gb"]) == (2, ROUNDS, 0.002)
@@ -43,6 +44,7 @@ def test_the_document_says_what_was_measured(document: dict[str, Any]) -> None:
     assert document["state_bytes"] == pytest.approx(8 * document["parameters"], rel=0.01)
 
 
+@pytest.mark.long
 def test_every_way_writes_all_the_state(rows: dict[str, dict[str, Any]], document: dict[str, Any]) -> None:
     for name, row in rows.items():
         assert document["state_bytes"] <= row["file_bytes"] <= 1.5 * document["state_bytes"], name
@@ -53,6 +55,7 @@ def test_every_way_writes_all_the_state(rows: dict[str, dict[str, Any]], documen
         assert row["durable"] == (name in DURABLE)
 
 
+@pytest.mark.long
 def test_an_asynchronous_save_tells_what_training_lost(rows: dict[str, dict[str, Any]]) -> None:
     behind = rows[BEHIND]
     assert 0 < behind["call_seconds"] <= behind["committed_seconds"]
@@ -60,6 +63,7 @@ def test_an_asynchronous_save_tells_what_training_lost(rows: dict[str, dict[str,
     assert behind["first_call_seconds"] > 0 and behind["step_seconds"] > 0 and behind["steps_meanwhile"] >= 0
 
 
+@pytest.mark.long
 def test_ratios_are_medians_of_the_rounds(rows: dict[str, dict[str, Any]], document: dict[str, Any]) -> None:
     for ours, theirs in RATIOS:
         pairs = zip(rows[ours]["seconds_by_round"], rows[theirs]["seconds_by_round"], strict=True)
@@ -67,6 +71,7 @@ def test_ratios_are_medians_of_the_rounds(rows: dict[str, dict[str, Any]], docum
         assert document["time_ratios"][f"{ours}/{theirs}"] == pytest.approx(expected)
 
 
+@pytest.mark.long
 def test_what_was_written_is_removed(document: dict[str, Any], folder: Path) -> None:
     assert document["directory"] == str(folder)
     assert list(folder.iterdir()) == []
