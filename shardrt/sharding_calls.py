@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,6 +54,7 @@ class ShardingCalls:
         sync_module_states: bool = True,
         ignored_modules: Iterable[torch.nn.Module] = (),
         ignored_parameters: Iterable[torch.nn.Parameter] = (),
+        param_groups: Any = None,
         elementwise: bool | None = None,
         uses: Sequence[str] = (),
         **defaults: Any,
@@ -73,7 +75,8 @@ class ShardingCalls:
         there. ``mesh`` says which ranks share under a hybrid strategy: groups of ranks, or a ``DeviceMesh`` of two axes
         (replicas, shards). With ``reshard_after_forward=False`` units stay until their backward; with a number of ranks
         so many neighbours keep a copy between them. With ``sync_module_states`` all ranks start from the parameters and
-        buffers of rank 0; without, parameters that differ are an error.
+        buffers of rank 0; without, parameters that differ are an error. ``param_groups`` are groups with options of
+        their own, as optimizers of torch's take them, or a function of the module that makes them.
 
         Example:
             >>> import shardrt, torch
@@ -101,10 +104,12 @@ class ShardingCalls:
             sync_module_states=sync_module_states,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,
+            param_groups=param_groups,
             runners=self._runners,
             elementwise=elementwise,
             uses=uses,
             defaults=defaults,
+            arguments=set(inspect.signature(ShardingCalls.shard).parameters) - {"self", "defaults"},
         )
         self._optimizers.append(weakref.ref(made))
         if any(kept_dtype(param) is not None for param in module.parameters()):

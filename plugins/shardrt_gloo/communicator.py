@@ -144,9 +144,8 @@ class GlooCommunicator:
         The thread only posts the messages and goes on, so that what is issued next does not wait for them. A second
         thread sees them through, whether or not anybody waits for the result.
         """
-        with torch.inference_mode(False):  # the threads, which write to them, are in no such mode
-            mine = torch.empty_like(buffer).copy_(buffer)
-            arrivals = [torch.empty_like(buffer) for _ in self._peers]
+        mine = buffer.clone()
+        arrivals = [torch.empty_like(buffer) for _ in self._peers]
         finishing: list[Work] = []
 
         def post() -> None:

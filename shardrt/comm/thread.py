@@ -213,7 +213,8 @@ class OperationThread:
     def _run(self) -> None:
         import torch
 
-        with torch.no_grad():  # the grad mode is per thread
+        # Modes are per thread. In this one it may write to any tensor, also to one that was made in inference mode.
+        with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 work, run = item
                 self._under_way = work

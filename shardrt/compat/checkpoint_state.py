@@ -26,6 +26,7 @@ from shardrt.compat.fsdp_module import FSDPModule
 from shardrt.compat.fsdp_optimizers import OptimizerStates
 from shardrt.compat.sharded_tree import ShardedTree
 from shardrt.errors import ConfigError, StateError, UnsupportedError
+from shardrt.state.fitting import incompatible_keys
 from shardrt.state.kinds import StateKind
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -150,7 +151,9 @@ def set_model_state_dict(
         tree.runtime.load_state_dict(
             _inside(model), model_state_dict, strict=wanted.strict, rank0_only=wanted.broadcast_from_rank0
         )
-    return _IncompatibleKeys([], [])
+        if wanted.broadcast_from_rank0 and tree.runtime.rank:
+            return _IncompatibleKeys([], [])
+        return incompatible_keys(_inside(model), model_state_dict)
 
 
 def set_optimizer_state_dict(

@@ -11,6 +11,7 @@ from shardrt.compat.passed_modules import PASSED, Passed, passed_in
 from shardrt.compat.sharded_tree import ShardedTree
 from shardrt.errors import ConfigError, UnsupportedError
 from shardrt.sharding.running import Direction
+from shardrt.state.fitting import incompatible_keys
 from shardrt.state.kinds import StateKind
 
 
@@ -85,7 +86,7 @@ class FSDPModule(torch.nn.Module):
             return super().load_state_dict(state_dict, strict=strict)
         with tree.whole():
             tree.runtime.load_state_dict(self, state_dict, strict=strict)
-        return torch.nn.modules.module._IncompatibleKeys([], [])
+            return incompatible_keys(self, state_dict)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters ahead of its forward; every rank calls it."""

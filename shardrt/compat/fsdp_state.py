@@ -10,6 +10,7 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 
 from shardrt.compat.sharded_tree import ShardedTree
 from shardrt.errors import StateError
+from shardrt.state.fitting import incompatible_keys
 from shardrt.state.full import check_torch_state, slice_torch_state
 from shardrt.state.handing_out import hand_out_optimizer
 from shardrt.state.kinds import StateKind
@@ -31,7 +32,7 @@ def load_model(tree: ShardedTree, module: torch.nn.Module, state: Any, *, strict
     """Take over a state of any form; every rank calls it."""
     with tree.whole():
         tree.runtime.load_state_dict(module, state, strict=strict)
-    return torch.nn.modules.module._IncompatibleKeys([], [])
+        return incompatible_keys(module, state)
 
 
 def optimizer_state_dict(

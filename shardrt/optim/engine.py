@@ -115,6 +115,8 @@ class BucketEngine:
             for bucket in plan.still
         ]
         self._going: list[Work] = []
+        self.given_out = False
+        """Whether reduced gradients of the step that comes next were lent to somebody who may have changed them."""
         self._skipped: Collection[torch.Tensor] = ()
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
@@ -257,12 +259,14 @@ class BucketEngine:
         if reduction is not None:
             reduction.wait()
             at_work.reduction = None
+            self.given_out = False
             self._arrivals.give_back([bucket])
 
     def reduced_gradients(self, wanted: set[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Reduce every bucket, if that has not happened, and return the gradients of this rank's shards."""
         start_and_wait(self.reduce, range(self.bucket_count))
         self._attach_gradients()
+        self.given_out = True
         return [
             owned.stepped.grad
             for owned in self.owned.values()
@@ -311,6 +315,7 @@ class BucketEngine:
             self._update(None if buckets is None else [owned for bucket in chosen for _, owned in bucket.owned])
         for bucket in chosen:
             bucket.reduction = None
+        self.given_out = False
         self._arrivals.give_back(range(self.bucket_count) if buckets is None else buckets)
 
     def _noting(self, buckets: int | Sequence[int] | None) -> AbstractContextManager[None]:

@@ -409,7 +409,7 @@ class ShardedOptimizer(FreezingOptimizer):
                 "gradients were changed after DDP's backward, when their reduction had started; clip with "
                 "rt.clip_grad_norm_ or rt.clip_grad_value_, or use schedule='sync'"
             )
-        if not self.updates_early:
+        if not self.updates_early and not self.engine.given_out:  # what was clipped would be reduced anew
             self.follow_freezing()
         self.engine.follow_moved_parameters()
         if self.gradients == "reduced" and not self._checked_gradients:

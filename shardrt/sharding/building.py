@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -23,6 +23,7 @@ from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precis
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Partitioner
+from shardrt.sharding.arguments import check_defaults, grouped
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
 from shardrt.sharding.guarding import guard
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
@@ -58,21 +59,27 @@ def shard_module(
     sync_module_states: bool,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
+    param_groups: Any = None,
     runners: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[UnitRunner]],
     elementwise: bool | None,
     uses: Sequence[str],
     defaults: Mapping[str, Any],
+    arguments: Collection[str] = (),
     shows_shards: bool = False,
 ) -> ManagedOptimizer:
-    """See :meth:`shardrt.Runtime.shard`; with ``shows_shards`` for any optimizer to step, see Note [Two faces]."""
-    with runtime.agreeing("shard"):
+    """See :meth:`shardrt.Runtime.shard`, whose ``arguments`` are for messages; with ``shows_shards`` for any optimizer
+    to step, see Note [Two faces]."""
+    with runtime.agreeing("shard") as fields:
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"rt.shard takes a torch.nn.Module, got a {type(module).__name__}")
         if module in runners:
             raise ConfigError("this module is sharded already; shard a module once, with all its parameters")
         chosen = strategy_called(strategy)
+        fields["strategy"] = Field(value=chosen.name, fix="pass the same strategy on every rank")
         ahead = prefetch_from(prefetch)
+        fields["prefetch"] = Field(value=repr(ahead), fix="pass the same prefetch on every rank")
         mixed = mixed_precision_from(mixed_precision)
+        check_defaults(optimizer_class, defaults, arguments)
         residence = chosen.residence if runtime.world_size > 1 else RESIDENT
         residence = attrs.evolve(
             residence,
@@ -81,8 +88,10 @@ def shard_module(
             gradients=residence.gradients and not shows_shards,
         )
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
+        fields["units"] = Field(value=[unit.name for unit in found], fix="choose the same units on every rank")
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
+        groups_given = named if param_groups is None else grouped(module, named, param_groups)
         deferred = is_deferred(module)
         if deferred:
             check_initialisable(found, param_init_fn)
@@ -95,7 +104,7 @@ def shard_module(
         sync_buffers(runtime, [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_meta])
     optimizer = build_optimizer(
         runtime,
-        named,
+        groups_given,
         optimizer_class,
         gradients="average",
         elementwise=elementwise,

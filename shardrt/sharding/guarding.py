@@ -41,8 +41,8 @@ class _Guard:
 
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
-            f"a sharded module cannot be {what}: each rank has a part of it, and its hooks belong to this one; take "
-            "rt.full_state_dict(model) and load it into a module that is built anew"
+            f"a sharded module cannot be {what}: each rank has a part of it, and its hooks belong to this one; call "
+            "model.state_dict() on every rank and load what it returns into a module that is built anew"
         )
 
 
@@ -74,7 +74,8 @@ def _applying(unit: Unit) -> Callable[..., torch.nn.Module]:
             if (changed.dtype, changed.device) != (param.dtype, param.device) or changed.is_shared():  # type: ignore[no-untyped-call]
                 raise UnsupportedError(
                     f"parameter {name!r} of a sharded module cannot become {changed.dtype} on {changed.device}: its "
-                    "values are divided among the ranks; call .to(...) before rt.shard, or pass mixed_precision="
+                    "values are divided among the ranks; call .to(...) before it is sharded, or shard it with mixed "
+                    "precision"
                 )
         for inner in module.modules() if recurse else [module]:
             for name, buffer in inner._buffers.items():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardrt.errors import UnsupportedError
+from shardrt.state.fitting import incompatible_keys
 
 if TYPE_CHECKING:
     from shardrt.runtime import Runtime
@@ -44,6 +45,6 @@ def answer_by_runtime(module: torch.nn.Module, runtime: Runtime) -> None:
         if assign:
             raise UnsupportedError("load_state_dict(assign=True): values are copied into shards here; leave assign out")
         owner.load_state_dict(alive, state_dict, strict=strict)
-        return torch.nn.modules.module._IncompatibleKeys([], [])
+        return incompatible_keys(alive, state_dict)
 
     vars(module).update(state_dict=state_dict, load_state_dict=load_state_dict)

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from shardrt.errors import StateError
+from shardrt.errors import StateError, UnsupportedError
 from shardrt.optim.backward import BackwardToken
 from shardrt.optim.engine import BucketEngine
 from shardrt.optim.sharded import ShardedOptimizer
@@ -292,6 +292,11 @@ class UnitRunner:
     def _running_backward(self) -> _Backward:
         found = self._backwards.get(torch._C._current_graph_task_id())
         if found is None:
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "a backward with create_graph=True: a backward through it would need parameters that are put away "
+                    "when this one is done with them; use strategy='shard_grad_op', which keeps them whole"
+                )
             optimizer = self._optimizer()
             if optimizer is not None and optimizer.watch is not None:
                 optimizer.watch.notice()

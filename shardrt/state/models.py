@@ -185,21 +185,36 @@ def copies(state: ModelState, *, on_cpu: bool) -> dict[str, Any]:
     return {**made, **{alias: made[name] for alias, name in state.aliases.items()}, **state.values}
 
 
+def misfits(module: torch.nn.Module, given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names that a full state lacks and names that the module lacks, each in their order.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.state.models import misfits
+        >>> misfits(torch.nn.Linear(2, 1), {"weight": torch.zeros(1, 2), "scale": 1})
+        (['bias'], ['scale'])
+    """
+    state = model_state(module)
+    known = dict.fromkeys((*state.tensors, *state.aliases, *state.values))
+    by_name = {plain_name(key): value for key, value in given.items()}
+    missing = [name for name in known if name not in by_name and state.aliases.get(name) not in by_name]
+    # A tied weight may have been stored under any of its names.
+    missing = [name for name in missing if not any(a in by_name for a, n in state.aliases.items() if n == name)]
+    return missing, [name for name in by_name if name not in known]
+
+
 def matched(
     module: torch.nn.Module, given: Mapping[str, Any], *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What of a full state goes into which tensor of the module, and what else; checked before anything is changed."""
     state = model_state(module)
-    known = {*state.tensors, *state.aliases, *state.values}
     by_name = {plain_name(key): value for key, value in given.items()}
-    missing = [name for name in known if name not in by_name and state.aliases.get(name) not in by_name]
-    # A tied weight may have been stored under any of its names.
-    missing = [name for name in missing if not any(a in by_name for a, n in state.aliases.items() if n == name)]
-    unexpected = [name for name in by_name if name not in known]
+    missing, unexpected = misfits(module, given)
     if strict and (missing or unexpected):
+        listed = ", ".join(filter(None, (_listed("missing", missing), _listed("unexpected", unexpected))))
         raise StateError(
-            f"the state does not fit the module: {_listed('missing', missing)}{_listed('unexpected', unexpected)}; "
-            "load it into the same model, or pass strict=False to take what fits"
+            f"the state does not fit the module: {listed}; load it into the same model, or pass strict=False to take "
+            "what fits"
         )
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
@@ -227,4 +242,4 @@ def _listed(kind: str, names: Sequence[str], limit: int = 5) -> str:
     if not names:
         return ""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{kind} {', '.join(map(repr, names[:limit]))}{more}. "
+    return f"{kind} {', '.join(map(repr, names[:limit]))}{more}"

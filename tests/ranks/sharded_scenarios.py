@@ -214,9 +214,31 @@ def frozen_and_thawed(loop: Loop) -> None:
         loop.step()
 
 
+def clipped_and_frozen(loop: Loop) -> float:
+    """A block rests for some steps, and what is left is clipped, now and then twice."""
+    worst = 0.0
+    for step in range(9):
+        if step in (0, 2, 5):
+            for model in (loop.model, loop.twin):
+                for param in model.blocks[1].parameters():  # type: ignore[union-attr, index]
+                    param.requires_grad_(step == 2)
+        loop.twin_backward(step)
+        loop.backward(step)
+        for limit in (0.05, 0.01)[: 1 + step % 2]:
+            theirs = torch.nn.utils.clip_grad_norm_(loop.twin.parameters(), limit)
+            ours = loop.rt.clip_grad_norm_(loop.model, limit)
+            worst = max(worst, abs(float(ours) - float(theirs)))
+        loop.step()
+    return worst
+
+
 SCENARIOS: dict[str, tuple[Callable[[Loop], Any], dict[str, Any]]] = {
     "plain": (plain_steps, {}),
     "clipping": (clipping, {}),
+    "clipped and frozen": (
+        clipped_and_frozen,
+        {"optimizer_class": torch.optim.SGD, "defaults": {"lr": 0.5, "momentum": 0.9}},
+    ),
     "accumulation": (lambda loop: accumulation(loop, no_sync=False), {}),
     "accumulation in no_sync": (lambda loop: accumulation(loop, no_sync=True), {}),
     "never zeroed": (never_zeroed, {}),

@@ -108,7 +108,7 @@ def refusals(strategy: str) -> list[str]:
 
 
 def test_a_sharded_module_is_not_copied_pickled_or_moved(ranks: RankPool) -> None:
-    said = ["cannot be copied"] * 2 + ["call .to(...) before rt.shard"] * 2 + ["cannot be pickled"]
+    said = ["cannot be copied"] * 2 + ["call .to(...) before it is sharded"] * 2 + ["cannot be pickled"]
     said += ["without rank0_only"] * 2
     for told in ranks.run(refusals, ranks=2, strategy="full_shard"):
         assert all(words in text for words, text in zip(said, told, strict=True)), told

@@ -14,6 +14,7 @@ from tests.ranks.twins import batch, largest_difference
 
 TOLERANCE = {
     "clipping": 2e-5,
+    "clipped and frozen": 2e-6,
     "offload": 2e-5,
     "accumulation in no_sync": 2e-5,
     "accumulation": 2e-5,
@@ -27,12 +28,34 @@ TOLERANCE = {
 def test_scenario(ranks: RankPool, name: str, strategy: str) -> None:
     for value in ranks.run(run_scenario, ranks=2, name=name, strategy=strategy):
         assert value["difference"] <= TOLERANCE.get(name, 0.0), value
-        if name == "clipping":
+        if name in ("clipping", "clipped and frozen"):
             assert value["returned"] < 1e-5
         if name == "evaluation between":
             assert value["returned"] == 0.0
         if name == "GradScaler":
             assert value["returned"] == [2.0**5, 2.0**5]
+
+
+WHERE_PARAMETERS_STAY = (
+    *("plain", "clipping", "clipped and frozen", "accumulation", "never zeroed", "GradScaler", "evaluation between"),
+    *("several forwards", "frozen and thawed", "checkpointed", "momentum", "adapters"),
+)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_optim"])
+@pytest.mark.parametrize("name", WHERE_PARAMETERS_STAY)
+def test_scenario_where_parameters_stay(ranks: RankPool, name: str, strategy: str) -> None:
+    for value in ranks.run(run_scenario, ranks=2, name=name, strategy=strategy):
+        # no_shard averages what was averaged before together with what is new.
+        assert value["difference"] <= TOLERANCE.get(name, 1e-6 if name == "never zeroed" else 0.0), value
+
+
+@pytest.mark.parametrize("schedule", ["bucket", "priority"])
+@pytest.mark.parametrize("strategy", ["shard_optim", "full_shard"])
+def test_clipping_what_is_left_when_some_is_frozen(ranks: RankPool, strategy: str, schedule: str) -> None:
+    for value in ranks.run(run_scenario, ranks=2, name="clipped and frozen", strategy=strategy, schedule=schedule):
+        assert value["difference"] <= TOLERANCE["clipped and frozen"], value
+        assert value["returned"] < 1e-5
 
 
 @pytest.mark.parametrize("schedule", ["bucket", "interleaved", "priority"])
