@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -35,3 +36,8 @@ def wait_for(mark: str, command: str, count: int, seconds: float = 180.0) -> lis
     while len(found := marked(mark, command)) != count and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
+
+
+def hear_ctrl_c() -> None:
+    """In a child before its program starts: one that is born of a process in the background would ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

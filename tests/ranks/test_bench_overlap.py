@@ -21,7 +21,7 @@ from shardrt.errors import ConfigError, PeerError, UnknownPluginError, Unsupport
 from shardrt.launch import launch_ranks
 from shardrt.timeline.reading import read_timelines
 from tests.ranks.commands import COMMAND, ROOT, answer_of
-from tests.ranks.leftovers import MARK, new_mark, wait_for
+from tests.ranks.leftovers import MARK, hear_ctrl_c, new_mark, wait_for
 
 
 def no_link_because() -> str:
@@ -104,6 +104,7 @@ def test_a_benchmark_that_is_ended_leaves_nothing(number: signal.Signals) -> Non
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        preexec_fn=hear_ctrl_c,
     ) as process:
         try:
             assert len(wait_for(mark, "torch.distributed.run", 2)) == 2

@@ -14,7 +14,7 @@ import pytest
 
 from shardrt.errors import CommunicationError, PeerError
 from shardrt.launch import launch_ranks
-from tests.ranks.leftovers import MARK, marked, new_mark, wait_for
+from tests.ranks.leftovers import MARK, hear_ctrl_c, marked, new_mark, wait_for
 from tests.unit.fake_site import FakeSite
 
 ROOT = Path(__file__).parents[2]
@@ -126,12 +126,14 @@ def test_ctrl_c_ends_the_ranks() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
     try:
         assert len(wait_for(mark, "shardrt.demo.worker\0{", 3)) == 3  # torchrun's command line has the name as well
-    finally:
         shell.send_signal(signal.SIGINT)
         told = shell.communicate(timeout=120)
+    finally:
+        shell.kill()  # its ranks end with it
     assert shell.returncode == 1, told
     assert "Aborted!" in told[1]
     assert wait_for(mark, "", 0, seconds=30) == []
