@@ -259,7 +259,7 @@ def misfit(kind: str) -> dict[str, Any]:
         ("shape", "has shape [3]"),
         ("one rank", "'state' and 'param_groups'"),
         ("different", "rank 1 has 7.0"),
-        ("model", "missing 'odd.scale'. unexpected 'surprise'"),
+        ("model", "missing 'odd.scale', unexpected 'surprise'"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(ranks: RankPool, kind: str, told: str) -> None:

@@ -102,11 +102,13 @@ def host_is_stopped(folder: str) -> dict[str, Any]:
         opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1)
         train_step(model, opt)
         rt.differs("everybody is here", rank)
+        Path(folder, f"here-{rank}").touch()  # it has read what the others said from the store
         if rank == 0:
             Path(folder, "pid").write_text(str(os.getpid()))
             threading.Event().wait(60)
         if rank == 1:
             wait_for_file(Path(folder, "pid"))
+            wait_for_file(Path(folder, "here-2"))
             os.kill(int(Path(folder, "pid").read_text()), signal.SIGSTOP)
             Path(folder, "stopped").touch()
         wait_for_file(Path(folder, "stopped"))
