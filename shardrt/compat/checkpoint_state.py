@@ -28,6 +28,7 @@ from shardrt.compat.sharded_tree import ShardedTree
 from shardrt.errors import ConfigError, StateError, UnsupportedError
 from shardrt.state.fitting import incompatible_keys
 from shardrt.state.kinds import StateKind
+from shardrt.state.optimizers import plain_name
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -257,8 +258,6 @@ def _several(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def _frozen_names(model: torch.nn.Module) -> Iterator[str]:
-    from shardrt.state.optimizers import plain_name
-
     return (plain_name(name) for name, param in model.named_parameters() if not param.requires_grad)
 
 
@@ -276,15 +275,14 @@ def _has_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
+        try:
+            optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
         yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
         for param in params:
             param.grad = None
         optimizer.state.clear()
