@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 import torch
 
-from shardrt.comm.availability import choose_backend, require_available
+from shardrt.comm.asking import Answers, ask_ranks
+from shardrt.comm.availability import backends_to_ask, choose_backend, require_available
 from shardrt.comm.membership import Membership, check_group_fits
 from shardrt.config import Choice
 from shardrt.errors import ConfigError, PluginError
-from shardrt.protocols import Communicator, Group, JoinPolicy, Partitioner, Place, Schedule, StateFormat
+from shardrt.protocols import (
+    Availability,
+    Communicator,
+    ControlChannel,
+    Group,
+    JoinPolicy,
+    Partitioner,
+    Place,
+    Schedule,
+    StateFormat,
+)
 from shardrt.registry import BackendRecord, Registry
 
 
@@ -25,6 +37,10 @@ class ChosenBackend:
     record: BackendRecord | None
     make: Callable[[Group], Communicator]
     reason: str
+    to_ask: tuple[BackendRecord, ...] = ()
+    """Backends of which all ranks must tell whether they suit them. Until then this one is only supposed."""
+    settle: Callable[[Answers], ChosenBackend] | None = None
+    """The backend that is taken, once they have."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +64,14 @@ class Chosen:
     def reason(self) -> str:
         """Why this backend."""
         return self.backend.reason
+
+    def settled(self, control: ControlChannel) -> Chosen:
+        """The same with the backend that suits all ranks. Every rank calls this at the same point."""
+        if not self.backend.to_ask or self.backend.settle is None:
+            return self
+        backend = self.backend.settle(ask_ranks(self.backend.to_ask, control))
+        described = {**self.described, "backend": {**self.described["backend"], "chosen": backend.name}}
+        return attrs.evolve(self, backend=backend, described=described)
 
     def make_communicator(self, group: Group) -> Communicator:
         """The communicator of the chosen backend."""
@@ -181,17 +205,53 @@ def call_factory(kind: str, choice: Choice, factory: Callable[..., Any], *argume
 
 def _choose_backend(registry: Registry, membership: Membership, given: Any, device_type: str) -> ChosenBackend:
     if isinstance(given, BackendRecord):
-        return _from_record(given, Choice(name=given.name), membership, "the record it was given")
+        return _named(given, Choice(name=given.name), membership, "the record it was given")
     if not isinstance(given, (str, Mapping, Choice)):
         return _from_instance(given, membership)
     choice = Choice.parse("backend", given)
     if choice.name == "auto":
-        records = [entry.record for entry in registry.backends]
-        record, reason = choose_backend(records, device_type, membership.world_size)
-    else:
-        record, reason = registry.backends.get(device_type, choice.name), f"{choice.name} was asked for by name"
-        require_available(record)
-    return _from_record(record, attrs.evolve(choice, name=record.name), membership, reason)
+        return _automatic([entry.record for entry in registry.backends], choice, membership, device_type)
+    record = registry.backends.get(device_type, choice.name)
+    require_available(record)
+    return _named(record, choice, membership, f"{choice.name} was asked for by name")
+
+
+def _automatic(records: list[BackendRecord], choice: Choice, membership: Membership, device_type: str) -> ChosenBackend:
+    def settle(answers: Answers) -> ChosenBackend:
+        record, reason = choose_backend(records, device_type, membership.world_size, answers)
+        return _from_record(record, attrs.evolve(choice, name=record.name), membership, reason)
+
+    to_ask = [_asking(one, choice) for one in backends_to_ask(records, device_type, membership.world_size)]
+    supposed = settle({record.key: Availability.no("not asked yet", fix="wait") for record in to_ask})
+    return attrs.evolve(supposed, to_ask=tuple(to_ask), settle=settle)
+
+
+def _named(record: BackendRecord, choice: Choice, membership: Membership, reason: str) -> ChosenBackend:
+    made = _from_record(record, choice, membership, reason)
+    if record.suits is None or membership.world_size == 1:
+        return made
+
+    def settle(answers: Answers) -> ChosenBackend:
+        require_available(record, answers[record.key])
+        return made
+
+    return attrs.evolve(made, to_ask=(_asking(record, choice),), settle=settle)
+
+
+def _asking(record: BackendRecord, choice: Choice) -> BackendRecord:
+    """The record whose questions know the user's options, as far as they want to."""
+    assert record.introduce is not None and record.suits is not None
+    return attrs.evolve(
+        record, introduce=_with_options(record.introduce, choice), suits=_with_options(record.suits, choice)
+    )
+
+
+def _with_options(function: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
+    try:
+        taken = inspect.signature(function).parameters
+    except ValueError:  # written in C, without a signature
+        return function
+    return partial(function, **{name: value for name, value in choice.options.items() if name in taken})
 
 
 def _from_record(record: BackendRecord, choice: Choice, membership: Membership, reason: str) -> ChosenBackend:

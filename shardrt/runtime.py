@@ -28,6 +28,7 @@ from shardrt.handshake import Field, agreement, digest
 from shardrt.keeping import KeepingCalls
 from shardrt.log import rank_logger
 from shardrt.loop import LoopCalls
+from shardrt.opening import Subgroups
 from shardrt.optim.build import build_optimizer
 from shardrt.optim.engine import Gradients
 from shardrt.optim.managed import ManagedOptimizer
@@ -122,6 +123,8 @@ class Runtime(WiringCalls, LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
             self._report_to(reports_directory(limits.hang_reports))
             record_to = timeline_directory(limits.timeline)
             fields.update(self._fields(limits, recording=record_to is not None))
+        self._chosen = self._chosen.settled(self._control)
+        self._report_to(reports_directory(limits.hang_reports))
         self._recording = None if record_to is None else self._record(record_to)
         self.timeline = None if self._recording is None else self._recording.timeline
         self.backend = self._chosen.backend.name
@@ -130,7 +133,7 @@ class Runtime(WiringCalls, LoopCalls, StateCalls, KeepingCalls, ShardingCalls):
         self.timeout = limits.timeout
         self._negotiated: dict[tuple[str, ...], Communicator] = {}
         self._opened: list[Communicator] = []
-        self._subgroups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._subgroups = Subgroups()
         with self.agreeing("communicator"):
             self._process_group = self._join_group()
             self._communicator = self._make_communicator()

@@ -51,6 +51,7 @@ class ShardingCalls:
         shard_size: int | None = None,
         mesh: Any = None,
         reshard_after_forward: bool | int = True,
+        divide_units: bool = False,
         sync_module_states: bool = True,
         ignored_modules: Iterable[torch.nn.Module] = (),
         ignored_parameters: Iterable[torch.nn.Parameter] = (),
@@ -74,9 +75,11 @@ class ShardingCalls:
         torch's ``CPUOffload``) shards, reduced gradients and optimizer state live in the CPU's memory and are stepped
         there. ``mesh`` says which ranks share under a hybrid strategy: groups of ranks, or a ``DeviceMesh`` of two axes
         (replicas, shards). With ``reshard_after_forward=False`` units stay until their backward; with a number of ranks
-        so many neighbours keep a copy between them. With ``sync_module_states`` all ranks start from the parameters and
-        buffers of rank 0; without, parameters that differ are an error. ``param_groups`` are groups with options of
-        their own, as optimizers of torch's take them, or a function of the module that makes them.
+        so many neighbours keep a copy between them. With ``divide_units`` units larger than a bucket are divided at the
+        layers inside them, which are then gathered one by one: less memory, more time. With ``sync_module_states`` all
+        ranks start from the parameters and buffers of rank 0; without, parameters that differ are an error.
+        ``param_groups`` are groups with options of their own, as optimizers of torch's take them, or a function of the
+        module that makes them.
 
         Example:
             >>> import shardrt, torch
@@ -101,6 +104,7 @@ class ShardingCalls:
             shard_size=shard_size,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
+            divide_units=divide_units,
             sync_module_states=sync_module_states,
             ignored_modules=ignored_modules,
             ignored_parameters=ignored_parameters,

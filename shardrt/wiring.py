@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from shardrt.choosing import Chosen
 from shardrt.comm.membership import end_group
 from shardrt.comm.negotiate import negotiate
 from shardrt.flight import FlightRecorder
+from shardrt.opening import Subgroups, with_opening
 from shardrt.protocols import Communicator, ControlChannel, Group
 from shardrt.registry import Registry
 from shardrt.timeline import Timeline
@@ -36,7 +36,7 @@ class WiringCalls:
     _communicator: Communicator
     _negotiated: dict[tuple[str, ...], Communicator]
     _opened: list[Communicator]
-    _subgroups: dict[tuple[tuple[int, ...], ...], Any]
+    _subgroups: Subgroups
     log: Any
 
     def negotiate(self, dtypes: Iterable[str]) -> Communicator:
@@ -64,7 +64,9 @@ class WiringCalls:
         """A communicator of the group that this rank is in, for operations with an order of their own."""
         group = next(list(one) for one in groups if self.rank in one)
         control = self._control.among(groups)
-        process_group = None if self._process_group is None or len(group) == 1 else self._subgroup(groups)
+        process_group = None
+        if self._process_group is not None and len(group) > 1:
+            process_group = self._subgroups.of(self._process_group, groups, timeout=self.timeout)
         about = self._group(group.index(self.rank), len(group), control, process_group)
         if len(group) == 1:
             made = self.registry.backends.get(self.device_type, "null").factory(about)
@@ -73,24 +75,11 @@ class WiringCalls:
         self._opened.append(made)
         return made if len(group) == 1 else negotiate(made, dtypes=_travelling(dtypes))
 
-    def _subgroup(self, groups: Sequence[Sequence[int]]) -> Any:
-        """torch's group of these ranks. Communicators over the same ranks share one: each has sockets and threads."""
-        ranks = tuple(tuple(dist.get_global_rank(self._process_group, rank) for rank in one) for one in groups)
-        if ranks not in self._subgroups:
-            limit = timedelta(seconds=self.timeout)
-            if self._process_group is dist.group.WORLD:
-                made, _ = dist.new_subgroups_by_enumeration(list(map(list, ranks)), timeout=limit)  # type: ignore[no-untyped-call]
-            else:  # ranks of other groups do not take part
-                mine = list(next(one for one in ranks if dist.get_rank() in one))
-                made = dist.new_group(mine, timeout=limit, use_local_synchronization=True)
-            self._subgroups[ranks] = made
-        return self._subgroups[ranks]
-
     def _end_subgroups(self) -> None:
         if dist.is_available() and dist.is_initialized() and self._process_group is dist.group.WORLD:
-            for group in self._subgroups.values():
+            for group in self._subgroups.drain():
                 end_group(group, rank=self.rank, log=self.log)
-        self._subgroups.clear()
+        self._subgroups.drain()
 
     def _make_communicator(self) -> Communicator:
         about = self._group(self.rank, self.world_size, self._control, self._process_group)
@@ -100,7 +89,7 @@ class WiringCalls:
         return made
 
     def _group(self, rank: int, world_size: int, control: ControlChannel, process_group: Any) -> Group:
-        return Group(
+        about = Group(
             rank=rank,
             world_size=world_size,
             device_type=self.device_type,
@@ -111,6 +100,7 @@ class WiringCalls:
             timeline=self.timeline,
             flight=self.flight,
         )
+        return with_opening(about, self.registry, self._subgroups)
 
 
 def _travelling(dtypes: Iterable[str]) -> tuple[str, ...]:

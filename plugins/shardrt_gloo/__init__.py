@@ -25,7 +25,7 @@ def shardrt_backends() -> Iterator[BackendRecord]:
     )
 
 
-def _make(group: Group, *, chunk_mb: float = 4.0) -> Communicator:
+def _make(group: Group, *, chunk_mb: float = 8.0) -> Communicator:
     from shardrt_gloo.communicator import GlooCommunicator
 
     return GlooCommunicator(group, chunk_mb=chunk_mb)

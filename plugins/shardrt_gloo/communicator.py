@@ -1,42 +1,45 @@
 """Collectives made of point-to-point messages.
 
-Note [Why not Gloo's own collectives]: its reduce-scatter is an all-reduce and a copy, and a large exchange in which
-both sides post the send first runs half duplex, because the note "ready to receive" queues behind the data. Here every
-rank posts all receives before any send, each byte travels once, and runs may be uneven without padding. Messages with
-a tag of their own also keep clear of the numbering of Gloo's collectives: another thread may run DDP on the same
-process group meanwhile.
+Note [Why not Gloo's own collectives]: its reduce-scatter is an all-reduce and a copy, and its exchanges run half duplex
+(Note [Receives first]). Here each byte travels once, in both directions at once, and runs may be uneven without
+padding. Messages with a tag of their own also keep clear of the numbering of Gloo's collectives: another thread may run
+DDP on the same process group meanwhile.
 
-Note [Rank order]: sums are formed in rank order, 0 + 1 + 2 ..., whoever owns the run. So the result does not depend
-on the partition, and with two ranks it has the bits of any other order. Half-precision runs are summed in float32 and
-rounded once.
+Note [Posted by the caller]: an operation is a generator that stops once, when its first messages are posted. While
+nothing is under way the caller goes that far itself, so that bytes travel while the thread wakes up, which takes as
+long as moving some hundred thousand of them. Posting does not wait for anybody. The thread does the rest, and all of
+it where operations queue up. What fails is raised by ``wait``, wherever it failed.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardrt.comm import Capabilities, Traffic
-from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
+from shardrt.comm.checks import (
+    check_all_to_all,
+    check_flat,
+    check_pieces,
+    check_reduction,
+    check_runs,
+    check_source,
+)
 from shardrt.comm.thread import OperationThread, ThreadedWork
 from shardrt.comm.works import FollowedWork
-from shardrt.errors import CommunicationError, ConfigError
+from shardrt.errors import ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
+from shardrt_gloo.chunks import cut_into_chunks, even_chunk
+from shardrt_gloo.messages import Message, Messages
+from shardrt_gloo.sums import Sums, in_float32
 
-_HALF = (torch.float16, torch.bfloat16)
 _SMALL_BYTES = 4096
 """Up to here a message costs its latency, and its size nothing."""
-_JOINS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-Message = tuple[int, torch.Tensor]
-"""A peer's rank and what to send to it or where to receive from it."""
+Steps = Iterator[None]
+"""An operation; see Note [Posted by the caller]."""
 
 
 class GlooCommunicator:
@@ -45,7 +48,7 @@ class GlooCommunicator:
     name = "gloo"
     capabilities = Capabilities(concurrent=True)
 
-    def __init__(self, group: Group, *, chunk_mb: float = 4.0) -> None:
+    def __init__(self, group: Group, *, chunk_mb: float = 8.0) -> None:
         if not chunk_mb > 0:
             raise ConfigError(f"gloo option chunk_mb must be above 0, got {chunk_mb!r}")
         self.rank = group.rank
@@ -57,7 +60,9 @@ class GlooCommunicator:
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._scratch_bytes = int(chunk_mb * 2**20)
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
-        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        self._messages = Messages(group, self.traffic)
+        self._sums = Sums(group.rank)
+        self._last: ThreadedWork | None = None
         self._thread = self._make_thread()
         self._second_thread: OperationThread | None = None
 
@@ -74,17 +79,36 @@ class GlooCommunicator:
         check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
         runs = torch.split(buffer, list(splits))
         result = runs[self.rank] if output is None else output
+        return self._reduce_scatter([[run] for run in runs], result, average, in_output=output is not None)
+
+    def reduce_scatter_pieces(
+        self, pieces: Sequence[torch.Tensor], splits: Sequence[int], *, output: torch.Tensor, average: bool = False
+    ) -> ThreadedWork:
+        """Sum or average each run, sent from the pieces it is in."""
+        runs = check_pieces("reduce_scatter", pieces, splits, self.world_size, self.rank, output=output)
+        check_reduction("reduce_scatter", output, "sum", average, self.rank)
+        return self._reduce_scatter(runs, output, average, in_output=True)
+
+    def _reduce_scatter(
+        self, runs: Sequence[Sequence[torch.Tensor]], result: torch.Tensor, average: bool, *, in_output: bool
+    ) -> ThreadedWork:
         return self._submit(
             "reduce_scatter",
-            lambda: self._reduce_runs("reduce_scatter", runs, result, "sum", average, in_output=output is not None),
-            buffer.nbytes,
+            self._reduce_runs("reduce_scatter", runs, result, "sum", average, in_output=in_output),
+            sum(piece.nbytes for run in runs for piece in run),
         )
 
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
         runs = torch.split(buffer, list(splits))
-        return self._submit("all_gather", lambda: self._spread_runs("all_gather", runs), buffer.nbytes)
+        return self._submit("all_gather", self._spread_runs("all_gather", runs), buffer.nbytes)
+
+    def all_gather_from(self, own: torch.Tensor, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
+        """Copy each run from its owner to everyone, this rank's from where it is."""
+        check_runs("all_gather", buffer, splits, self.world_size, self.rank, output=own)
+        runs = torch.split(buffer, list(splits))
+        return self._submit("all_gather", self._spread_runs("all_gather", runs, own), buffer.nbytes)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
@@ -96,21 +120,23 @@ class GlooCommunicator:
         """Exchange pairwise."""
         check_all_to_all(received, sent, self.world_size, self.rank)
 
-        def run() -> None:
-            received[self.rank].copy_(sent[self.rank])
-            self._exchange(
+        def steps() -> Steps:
+            finish = self._post(
                 "all_to_all",
                 sends=[(peer, sent[peer]) for peer in self._peers],
                 receives=[(peer, received[peer]) for peer in self._peers],
             )
+            yield
+            received[self.rank].copy_(sent[self.rank])
+            finish()
 
-        return self._submit("all_to_all", run, sum(piece.nbytes for piece in sent))
+        return self._submit("all_to_all", steps(), sum(piece.nbytes for piece in sent))
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> ThreadedWork:
         """Down a binomial tree: each round doubles the ranks that have the data."""
         check_flat("broadcast", buffer, self.rank)
         check_source("broadcast", source, self.world_size, self.rank)
-        return self._submit("broadcast", lambda: self._broadcast(buffer, source), buffer.nbytes)
+        return self._submit("broadcast", self._broadcast(buffer, source), buffer.nbytes)
 
     def barrier(self) -> None:
         """An all-reduce of one element."""
@@ -127,16 +153,17 @@ class GlooCommunicator:
             self._second_thread.close()
 
     def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
-        if buffer.nbytes <= _SMALL_BYTES and buffer.dtype not in _HALF:
+        if buffer.nbytes <= _SMALL_BYTES and not in_float32(buffer.dtype, op):
             return self._all_reduce_at_once(operation, buffer, op, average)
         share, rest = divmod(buffer.numel(), self.world_size)
         runs = torch.split(buffer, [share + (rank < rest) for rank in range(self.world_size)])
 
-        def run() -> None:
-            self._reduce_runs(operation, runs, runs[self.rank], op, average)
-            self._spread_runs(operation, runs)
+        def steps() -> Steps:
+            yield from self._reduce_runs(operation, [[run] for run in runs], runs[self.rank], op, average)
+            for _ in self._spread_runs(operation, runs):
+                pass
 
-        return self._submit(operation, run, buffer.nbytes)
+        return self._submit(operation, steps(), buffer.nbytes)
 
     def _all_reduce_at_once(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
         """Everyone sends everything to everyone: one message time instead of two.
@@ -158,13 +185,13 @@ class GlooCommunicator:
             def add_up() -> None:
                 finish()
                 if buffer.numel():
-                    self._combine(arrivals, mine, buffer, op, average)
+                    self._sums.combine(arrivals, mine, buffer, op, average=average)
 
             described = f"{operation} (number {self._running} of communicator {self._group.number})"
             record = self._thread.hand_over()
             finishing.append(self._finisher().submit(described, add_up, record=record, bytes=buffer.nbytes))
 
-        posting = self._submit(operation, post, buffer.nbytes)
+        posting = self._queue(operation, post, buffer.nbytes)
         return FollowedWork([posting], then=lambda: finishing[0].wait())
 
     def _finisher(self) -> OperationThread:
@@ -178,12 +205,31 @@ class GlooCommunicator:
             rank=self.rank,
             timeout=self._group.timeout,
             control=self._group.control,
-            abort=self._close_connections,
+            abort=lambda: self._messages.close_connections(self._peers[0]),
             timeline=self._group.timeline,
             flight=self._group.flight,
         )
 
-    def _submit(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
+    def _submit(self, operation: str, steps: Steps, nbytes: int) -> ThreadedWork:
+        """See Note [Posted by the caller]."""
+        failed: list[Exception] = []
+        if self._last is None or self._last.succeeded:
+            self._running = self._issued + 1
+            try:
+                with torch.inference_mode():  # as in the thread
+                    next(steps, None)
+            except Exception as error:
+                failed.append(error)
+
+        def rest() -> None:
+            if failed:
+                raise failed[0]
+            for _ in steps:
+                pass
+
+        return self._queue(operation, rest, nbytes)
+
+    def _queue(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
         self._issued += 1
         number = self._issued
 
@@ -192,54 +238,65 @@ class GlooCommunicator:
             run()
 
         described = f"{operation} (number {number} of communicator {self._group.number})"
-        return self._thread.submit(described, numbered, bytes=nbytes, communicator=self._group.number, number=number)
+        self._last = self._thread.submit(
+            described, numbered, bytes=nbytes, communicator=self._group.number, number=number
+        )
+        return self._last
 
     def _reduce_runs(
         self,
         operation: str,
-        runs: Sequence[torch.Tensor],
+        runs: Sequence[Sequence[torch.Tensor]],
         result: torch.Tensor,
         op: ReduceOp,
         average: bool,
         *,
         in_output: bool = False,
-    ) -> None:
+    ) -> Steps:
         """``in_output``: the result shares no memory with the runs, on any rank."""
-        own = runs[self.rank]
         # The first peer's run may arrive where the sum goes: two ranks then need no memory beside it.
-        is_apart = bool(in_output and self._peers) and not (result.dtype in _HALF and op == "sum")
+        is_apart = bool(in_output and self._peers) and not in_float32(result.dtype, op)
         count = len(self._peers) - is_apart
-        # Two sets of arrival buffers: the next chunk travels while this one is added up.
+        # Two sets of arrival buffers, each as large as its chunks: the next travels while this one is added up.
         chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, 2 * count))
-        chunk = chunk_bytes // result.element_size()
-        steps = -(-max((run.numel() for run in runs), default=0) // chunk)
-        kept = self._arrival_buffers(own, chunk, count)
+        chunk = even_chunk(runs, chunk_bytes // result.element_size())
+        chunks = [cut_into_chunks(run, chunk) for run in runs]
+        sizes = [max((one.numel for one in chunks[self.rank][turn::2]), default=0) for turn in range(2)]
+        kept = [self._arrival_buffers(result, turn, sizes[turn], count) for turn in range(2)]
         under_way: list[Callable[[], None]] = []
-        for step in range(steps):
-            part = slice(step * chunk, (step + 1) * chunk)
-            arrivals = [buffer[: own[part].numel()] for buffer in kept[step % 2]]
-            if is_apart:
-                arrivals.insert(0, result[part])
-            finish = self._post(
-                operation,
-                sends=[(peer, runs[peer][part]) for peer in self._peers],
-                receives=list(zip(self._peers, arrivals, strict=True)),
-            )
-            under_way.append(self._then_combine(finish, arrivals, own[part], result[part], op, average))
+        for step in range(max(map(len, chunks), default=0)):
+            turn = step % 2
+            receives: list[Message] = []
+            arrivals: list[torch.Tensor] = []
+            own = result[:0]
+            into = own
+            if step < len(chunks[self.rank]):
+                mine = chunks[self.rank][step]
+                into = result[mine.start : mine.start + mine.numel]
+                own = mine.joined()
+                arrivals = [buffer[: mine.numel] for buffer in kept[turn]]
+                if is_apart:
+                    arrivals.insert(0, into)
+                receives = list(zip(self._peers, arrivals, strict=True))
+            sends = [(peer, chunks[peer][step].joined()) for peer in self._peers if step < len(chunks[peer])]
+            finish = self._post(operation, sends=sends, receives=receives)
+            under_way.append(self._then_combine(finish, arrivals, own, into, op, average))
+            if step == 0:
+                yield
             if len(under_way) == 2:
                 under_way.pop(0)()
         for finish in under_way:
             finish()
 
-    def _arrival_buffers(self, like: torch.Tensor, chunk: int, count: int) -> list[list[torch.Tensor]]:
-        needed = min(chunk, like.numel())
-        kept = self._arrivals.setdefault(like.dtype, [[], []])
-        for buffers in kept:
-            if buffers and buffers[0].numel() < needed:
-                buffers.clear()
-            while len(buffers) < count:
-                buffers.append(like.new_empty(max(needed, buffers[0].numel() if buffers else 0)))
-        return [buffers[:count] for buffers in kept]
+    def _arrival_buffers(self, like: torch.Tensor, turn: int, needed: int, count: int) -> list[torch.Tensor]:
+        buffers = self._arrivals.setdefault(like.dtype, [[], []])[turn]
+        if not needed:
+            return []
+        if buffers and buffers[0].numel() < needed:
+            buffers.clear()
+        while len(buffers) < count:
+            buffers.append(like.new_empty(max(needed, buffers[0].numel() if buffers else 0)))
+        return buffers[:count]
 
     def _then_combine(
         self,
@@ -253,122 +310,49 @@ class GlooCommunicator:
         def run() -> None:
             finish()
             if own.numel():
-                self._combine(arrivals, own, result, op, average)
+                self._sums.combine(arrivals, own, result, op, average=average)
 
         return run
 
-    def _combine(
-        self, arrivals: Sequence[torch.Tensor], own: torch.Tensor, result: torch.Tensor, op: ReduceOp, average: bool
-    ) -> None:
-        in_rank_order = [*arrivals[: self.rank], own, *arrivals[self.rank :]]
-        total = self._float32_sum(result) if result.dtype in _HALF and op == "sum" else result
-        if len(in_rank_order) == 1:
-            total.copy_(own)
-        elif total.dtype == result.dtype:
-            join = _JOINS[op]
-            # The own run may be the result itself: it must be read before, or in the moment in which, it is written.
-            first = arrivals[0] if self.rank > 1 else total
-            join(in_rank_order[0], in_rank_order[1], out=first)
-            for index, addend in enumerate(in_rank_order[2:], start=2):
-                into = total if index >= self.rank else first
-                join(first, addend, out=into)
-                first = into
-        else:
-            total.copy_(in_rank_order[0])
-            for addend in in_rank_order[1:]:
-                total.add_(addend)
-        if average:
-            exact = total.is_floating_point() or total.is_complex()
-            total.div_(self.world_size, rounding_mode=None if exact else "floor")
-        if total is not result:
-            result.copy_(total)
-
-    def _float32_sum(self, like: torch.Tensor) -> torch.Tensor:
-        kept = self._sums.get(like.dtype)
-        if kept is None or kept.numel() < like.numel():
-            kept = self._sums[like.dtype] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-        return kept[: like.numel()]
-
-    def _spread_runs(self, operation: str, runs: Sequence[torch.Tensor]) -> None:
-        self._exchange(
+    def _spread_runs(
+        self, operation: str, runs: Sequence[torch.Tensor], elsewhere: torch.Tensor | None = None
+    ) -> Steps:
+        own = runs[self.rank] if elsewhere is None else elsewhere
+        finish = self._post(
             operation,
-            sends=[(peer, runs[self.rank]) for peer in self._peers],
+            sends=[(peer, own) for peer in self._peers],
             receives=[(peer, runs[peer]) for peer in self._peers],
         )
+        yield
+        if elsewhere is not None:
+            runs[self.rank].copy_(elsewhere)
+        finish()
 
-    def _broadcast(self, buffer: torch.Tensor, source: int) -> None:
+    def _broadcast(self, buffer: torch.Tensor, source: int) -> Steps:
         relative = (self.rank - source) % self.world_size
+        is_first = True
         for distance in _doublings(self.world_size):
             if relative < distance and relative + distance < self.world_size:
-                self._exchange("broadcast", sends=[((self.rank + distance) % self.world_size, buffer)], receives=[])
+                finish = self._post("broadcast", sends=[((self.rank + distance) % self.world_size, buffer)])
             elif distance <= relative < 2 * distance:
-                self._exchange("broadcast", sends=[], receives=[((self.rank - distance) % self.world_size, buffer)])
+                finish = self._post("broadcast", receives=[((self.rank - distance) % self.world_size, buffer)])
+            else:
+                continue
+            if is_first:
+                is_first = False
+                yield
+            finish()
 
-    def _exchange(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._post(operation, sends=sends, receives=receives)()
+    def _post(
+        self, operation: str, *, sends: Sequence[Message] = (), receives: Sequence[Message] = ()
+    ) -> Callable[[], None]:
+        finish = self._messages.post(operation, self._running, sends=sends, receives=receives)
 
-    def _post(self, operation: str, *, sends: Sequence[Message], receives: Sequence[Message]) -> Callable[[], None]:
-        """Start all messages, receives first; the returned call waits for them."""
-        pg = self._group.process_group
-        posted: list[tuple[int, str, Any]] = []
-        sent = received = 0
-        for peer, tensor in receives:
-            if tensor.numel():
-                with self._naming(operation, self._running, "from", peer):
-                    work = dist.irecv(tensor, group=pg, group_src=peer, tag=self._tag(operation, tensor))
-                posted.append((peer, "from", work))
-                received += tensor.nbytes
-        for peer, tensor in sends:
-            if tensor.numel():
-                with self._naming(operation, self._running, "to", peer):
-                    work = dist.isend(tensor, group=pg, group_dst=peer, tag=self._tag(operation, tensor))
-                posted.append((peer, "to", work))
-                sent += tensor.nbytes
-        self.traffic.count(operation, sent=sent, received=received)
-        number = self._running
-        return lambda: self._finish(operation, number, posted)
+        def finished() -> None:
+            finish()
+            self._thread.note_progress()
 
-    def _finish(self, operation: str, number: int, posted: Sequence[tuple[int, str, Any]]) -> None:
-        deadline = time.monotonic() + self._group.timeout
-        for peer, direction, work in posted:
-            with self._naming(operation, number, direction, peer):
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        self._thread.note_progress()
-
-    @contextmanager
-    def _naming(self, operation: str, number: int, direction: str, peer: int) -> Iterator[None]:
-        """Gloo's errors say neither what was going on nor with whom."""
-        started = time.monotonic()
-        try:
-            yield
-        except RuntimeError as error:
-            took = time.monotonic() - started
-            what = (
-                f"took longer than {self._group.timeout:g} s; rank {peer} is stuck, or makes other calls than this rank"
-                if took > 0.9 * self._group.timeout
-                else f"failed after {took:.1f} s: {str(error).splitlines()[0]}; see why rank {peer} ended"
-            )
-            failure = CommunicationError(
-                f"rank {self.rank}: {operation} (number {number} of communicator {self._group.number}) "
-                f"{direction} rank {peer} {what}, or raise Runtime(timeout=...)"
-            )
-            failure.ranks = (peer,)
-            raise failure from error
-
-    def _tag(self, operation: str, tensor: torch.Tensor) -> int:
-        """Only messages of the same operation, of the same number and size, ever meet.
-
-        Ranks that make different calls then end in a timeout, and never in one another's data.
-        """
-        words = f"{self._group.number}/{self._running}/{operation}/{tensor.dtype}/{tensor.numel()}"
-        return zlib.crc32(words.encode()) & 0x7FFF_FFFF
-
-    def _close_connections(self) -> None:
-        """End waits that nobody wants any more: Gloo closes a group's connections when a wait of it times out."""
-        with suppress(RuntimeError):
-            never = dist.irecv(torch.zeros(1), group=self._group.process_group, group_src=self._peers[0], tag=0)
-            assert never is not None
-            never.wait(timedelta(milliseconds=1))
+        return finished
 
 
 def _doublings(limit: int) -> Iterator[int]:

@@ -67,9 +67,11 @@ def read_model(
     state = model_state(module)
     spreads = {**stored.tensors, **{alias: stored.tensors[key] for alias, key in stored.aliases.items()}}
     found: dict[str, Spread] = {}
+    aliases: dict[str, list[str]] = {}
+    for alias, target in state.aliases.items():
+        aliases.setdefault(target, []).append(alias)
     for key in state.tensors:
-        aliases = [alias for alias, target in state.aliases.items() if target == key]
-        match = next((one for one in (key, *aliases) if one in spreads), None)
+        match = next((one for one in (key, *aliases.get(key, ())) if one in spreads), None)
         if match is not None:
             found[key] = spreads[match]
     values = checkpoint.mapping(stored.values, 0, what=f"extra state of {name!r}")
@@ -105,16 +107,10 @@ def read_model(
 def apply_model(read: ReadModel, communicator: Communicator, device: torch.device) -> None:
     """Spread the parts into the model, in place. Of what is sharded every rank has read just its own."""
     apart_ones = read.state.apart
-    order = [
-        [
-            shard
-            for name, owners in read.shards.items()
-            if name not in apart_ones
-            for shard in owners
-            if shard.rank == rank
-        ]
-        for rank in _ranks(communicator)
-    ]
+    order: list[list[Shard]] = [[] for _ in range(communicator.world_size)]
+    for name, owners in read.shards.items():
+        for shard in owners if name not in apart_ones else ():
+            order[shard.rank].append(shard)
     tensors = read.state.tensors
     with torch.no_grad():
         for shard, part in read.parts.items():
@@ -147,10 +143,6 @@ def apply_model(read: ReadModel, communicator: Communicator, device: torch.devic
         unwrapped(read.module).load_state_dict(dict(read.values), strict=False)
 
 
-def _ranks(communicator: Communicator) -> range:
-    return range(communicator.world_size)
-
-
 def read_optimizer(
     checkpoint: OpenCheckpoint,
     name: str,
@@ -171,8 +163,9 @@ def read_optimizer(
             "same optimizer, load the model alone, or pass strict=False if one understands the other's state"
         )
     names = stored_names(optimizer, models.values())
+    known = set(names.values())
     missing = [key for key in names.values() if key not in stored.params]
-    unexpected = [key for key in stored.params if key not in set(names.values())]
+    unexpected = [key for key in stored.params if key not in known]
     if strict and (missing or unexpected):
         raise StateError(_does_not_fit(f"optimizer {name!r}", checkpoint, missing, unexpected))
     whole = optimizer.named()

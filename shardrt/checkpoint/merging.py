@@ -56,10 +56,15 @@ def merge(
 
 
 def _model(about: Mapping[str, Any], ranks: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> StoredModel:
-    tensors = {}
-    for name, (dtype, shape) in about["tensors"].items():
-        found = [Piece(file, *row) for file, rank in enumerate(ranks) for row in rank.get(name, ())]
-        tensors[name] = _spread(TensorSpec(dtype=dtype, shape=tuple(shape)), found, f"model tensor {name!r}")
+    # By what ranks have, and not by asking each rank for each tensor: most have nothing of most tensors.
+    found: dict[str, list[Piece]] = {}
+    for file, rank in enumerate(ranks):
+        for name, rows in rank.items():
+            found.setdefault(name, []).extend(Piece(file, *row) for row in rows)
+    tensors = {
+        name: _spread(TensorSpec(dtype=dtype, shape=tuple(shape)), found.get(name, []), f"model tensor {name!r}")
+        for name, (dtype, shape) in about["tensors"].items()
+    }
     return StoredModel(
         tensors=tensors,
         buffers=frozenset(about["buffers"]),

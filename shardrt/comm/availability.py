@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from shardrt.errors import BackendUnavailableError
 from shardrt.registry.probing import probe
 
 if TYPE_CHECKING:
+    from shardrt.protocols import Availability
     from shardrt.registry.records import BackendRecord
 
 
-def require_available(record: BackendRecord) -> None:
+def require_available(record: BackendRecord, answer: Availability | None = None) -> None:
     """Raise :class:`~shardrt.errors.BackendUnavailableError` with reason and fix unless the backend can run here.
+
+    An ``answer`` that is known already is taken instead of the backend's probe.
 
     Example:
         >>> from shardrt import Availability, BackendRecord
@@ -24,7 +27,7 @@ def require_available(record: BackendRecord) -> None:
         Traceback (most recent call last):
         shardrt.errors.BackendUnavailableError: backend 'foo' (device bar) is unavailable: there is no bar; fix: plug one in
     """  # noqa: E501
-    answer = probe(record)
+    answer = probe(record) if answer is None else answer
     if not answer.ok:
         raise BackendUnavailableError(
             f"backend {record.name!r} (device {record.device_type}) is unavailable: {answer.reason}"
@@ -32,10 +35,31 @@ def require_available(record: BackendRecord) -> None:
         )
 
 
-def choose_backend(records: Iterable[BackendRecord], device_type: str, world_size: int) -> tuple[BackendRecord, str]:
+def backends_to_ask(records: Iterable[BackendRecord], device_type: str, world_size: int) -> list[BackendRecord]:
+    """The backends that ``auto`` might take, but of which all ranks must tell whether they suit them.
+
+    Example:
+        >>> from shardrt import load_registry
+        >>> from shardrt.comm.availability import backends_to_ask
+        >>> [record.name for record in backends_to_ask([one.record for one in load_registry().backends], "cpu", 1)]
+        []
+    """
+    if world_size == 1:
+        return []
+    fitting = [record for record in records if record.suits and _fits(record, device_type, world_size) is None]
+    return sorted(fitting, key=lambda record: (-record.priority, record.key))
+
+
+def choose_backend(
+    records: Iterable[BackendRecord],
+    device_type: str,
+    world_size: int,
+    answers: Mapping[tuple[str, ...], Availability] | None = None,
+) -> tuple[BackendRecord, str]:
     """What ``auto`` means: the available backend of the highest priority for the device, and why in one line.
 
     Priority 0 and below is never taken. Records are asked from the highest priority down and no further than needed.
+    ``answers`` are those of all ranks, by key; without them the reason says where it depends on such.
 
     Example:
         >>> from shardrt import BackendRecord
@@ -57,7 +81,7 @@ def choose_backend(records: Iterable[BackendRecord], device_type: str, world_siz
             continue
         why_not = _fits(record, device_type, world_size)
         if why_not is None:
-            answer = probe(record)
+            answer = (answers or {}).get(record.key) or probe(record)
             if answer.ok:
                 chosen = record
                 continue
@@ -73,6 +97,8 @@ def choose_backend(records: Iterable[BackendRecord], device_type: str, world_siz
             "fix: follow one of these, or name a backend with backend=..."
         )
     reason = f"priority {chosen.priority}, before {', '.join(lower)}" if lower else "the only one that fits"
+    if chosen.suits is not None and answers is None and world_size > 1:
+        reason += ", if all ranks find that it suits them"
     tail = "".join(f"; {line}" for line in passed_over)
     return chosen, f"auto chose {chosen.name} for {device_type} with {ranks}: {reason}{tail}"
 

@@ -86,6 +86,64 @@ def check_runs(
         )
 
 
+def check_pieces(
+    operation: str,
+    pieces: Sequence[Tensor],
+    splits: Sequence[int],
+    world_size: int,
+    rank: int,
+    *,
+    output: Tensor,
+) -> list[list[Tensor]]:
+    """The pieces fill the runs, of which none shares a piece with another; returns those of each run.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_pieces
+        >>> pieces = [torch.zeros(2), torch.zeros(1), torch.zeros(3)]
+        >>> runs = check_pieces("reduce_scatter", pieces, [3, 3], world_size=2, rank=0, output=torch.zeros(3))
+        >>> [[piece.numel() for piece in run] for run in runs]
+        [[2, 1], [3]]
+        >>> check_pieces("reduce_scatter", pieces, [4, 2], world_size=2, rank=0, output=torch.zeros(4))
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: reduce_scatter on rank 0: a piece of 3 elements reaches from the run of rank 0, ...
+    """
+    check_flat(operation, output, rank, what="output")
+    found = list(splits)
+    if len(found) != world_size or any(size < 0 for size in found) or found[rank] != output.numel():
+        raise ConfigError(
+            f"{operation} on rank {rank}: splits {found} must be one size from 0 up for each of {world_size} ranks, "
+            f"and this rank's that of the output, which has {output.numel()} elements"
+        )
+    runs: list[list[Tensor]] = []
+    remaining = iter(pieces)
+    for owner, size in enumerate(found):
+        run: list[Tensor] = []
+        missing = size
+        while missing > 0:
+            piece = next(remaining, None)
+            if piece is None:
+                raise ConfigError(f"{operation} on rank {rank}: the pieces end {missing} elements early, see {found}")
+            check_flat(operation, piece, rank, what="piece")
+            if piece.dtype != output.dtype:
+                raise ConfigError(
+                    f"{operation} on rank {rank}: a piece is {piece.dtype}, the output is {output.dtype}; make them one"
+                )
+            if piece.numel() > missing:
+                raise ConfigError(
+                    f"{operation} on rank {rank}: a piece of {piece.numel()} elements reaches from the run of rank "
+                    f"{owner}, which lacks {missing}, into the next; cut it there"
+                )
+            if piece.numel():
+                run.append(piece)
+                missing -= piece.numel()
+        runs.append(run)
+    left = sum(piece.numel() for piece in remaining)
+    if left:
+        raise ConfigError(f"{operation} on rank {rank}: {left} elements of pieces are left over, splits are {found}")
+    return runs
+
+
 def _overlap(one: Tensor, other: Tensor) -> bool:
     starts_before_end = one.data_ptr() < other.data_ptr() + other.nbytes
     return starts_before_end and other.data_ptr() < one.data_ptr() + one.nbytes and one.device == other.device

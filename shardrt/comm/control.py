@@ -4,6 +4,16 @@ Note [One writer, one reader per key]: every exchange has a number. Each rank wr
 them all and writes the collected answer, everybody reads that. So an exchange costs a handful of store operations per
 rank at any world size, and whoever does not arrive is known by name: by rank 0 for the others, by the others for
 rank 0. Keys of an exchange are deleted once the following one shows that all ranks have read them.
+
+Note [An exchange among many]: an answer that holds n values and is read by n ranks is n * n values through one process.
+Mostly ranks say the same, since they compare digests, so an answer holds each different message once and tells by runs
+of ranks who said it: a constant size where all agree. Only n different values that everybody wants are n * n by nature.
+Rank 0 waits for the others in groups, one after the other, so that looking again costs no more for many ranks than for
+some; and in large worlds everybody looks less often, so that what a store is asked in a second stays the same.
+
+Note [Large values]: torch's store ends the connection of whoever writes a value of more than 8 MB, and what a rank
+tells of a checkpoint with a hundred thousand parameters is more than that. So a long text is written in pieces, under
+keys of their own, and under its own key, last, how many there are.
 """
 
 from __future__ import annotations
@@ -33,6 +43,13 @@ _GRACE_SECONDS = 5.0
 
 _SOON_SECONDS = 3.0
 """Within this time answers are looked for often: a save makes half a dozen exchanges, and each pause would add up."""
+_PIECE = 4 * 2**20
+"""Characters in one value of the store; JSON has one byte for each. See Note [Large values]."""
+_PIECES = "pieces "
+_TOGETHER = 64
+"""Keys that are looked for, or read, in one operation. See Note [An exchange among many]."""
+_LOOKS_PER_SECOND = 4000
+"""How often all ranks together look whether an answer is there. See Note [An exchange among many]."""
 _CHANNELS = 1_000_000
 """Numbers that the channels beside one have before those beside the next begin."""
 
@@ -104,6 +121,7 @@ class StoreControl:
             self.number = parent.number * _CHANNELS + parent._children
             self.prefix = f"{parent.prefix}/beside/{parent._children}"
         self._exchanges = 0
+        self._answered = 0  # how long the last answer was
         self.failed = False
         self._on_failure: Callable[[int, str], None] | None = None
 
@@ -142,13 +160,14 @@ class StoreControl:
 
     def _exchange(self, topic: str, value: Any, timeout: float | None, to_all: bool) -> list[Any]:
         own_key = self._key(self.rank)
-        self._store.set(own_key, json.dumps({"topic": topic, "world_size": self.world_size, "value": value}))
+        text = json.dumps({"topic": topic, "world_size": self.world_size, "value": value})
+        self._write(own_key, text)
         limit = self.timeout if timeout is None else timeout
         collected = self._collect(limit, to_all) if self.rank == 0 else self._read_collected(limit)
-        self._store.delete_key(own_key)
+        self._delete(own_key, len(text))
         if "missing" in collected:
             self._raise_missing(topic, collected["missing"], limit)
-        messages = collected["messages"]
+        messages = _by_rank(collected)
         self._check_same_call(messages)
         return [message["value"] for message in messages]
 
@@ -208,24 +227,49 @@ class StoreControl:
 
     def _collect(self, limit: float, to_all: bool) -> dict[str, Any]:
         keys = [self._key(rank) for rank in range(self.world_size)]
+        groups = [keys[first : first + _TOGETHER] for first in range(0, len(keys), _TOGETHER)]
         collected: dict[str, Any]
-        if self._wait_for(keys, limit):
-            collected = {"messages": [json.loads(self._store.get(key)) for key in keys]}
-            self._store.delete_key(self._key("all", self._exchanges - 1))
+        deadline = time.monotonic() + limit
+        if all(self._wait_for(group, deadline - time.monotonic()) for group in groups):
+            collected = _in_runs([text for group in groups for text in self._read(group)])
+            self._delete(self._key("all", self._exchanges - 1), self._answered)
         else:
             collected = {"missing": [rank for rank, key in enumerate(keys) if not self._store.check([key])]}
         told = collected
         if not to_all and "messages" in collected:
-            told = {"messages": [{**message, "value": None} for message in collected["messages"]]}
-        self._store.set(self._key("all"), json.dumps(told))
+            told = _in_runs([json.dumps({**message, "value": None}) for message in _by_rank(collected)])
+        answer = json.dumps(told)
+        self._write(self._key("all"), answer)
+        self._answered = len(answer)
         return collected
 
     def _read_collected(self, limit: float) -> dict[str, Any]:
         key = self._key("all")
         if not self._wait_for([key], limit + _GRACE_SECONDS):
             return {"missing": [0]}
-        answer: dict[str, Any] = json.loads(self._store.get(key))
+        answer: dict[str, Any] = json.loads(self._read([key])[0])
         return answer
+
+    def _write(self, key: str, text: str) -> None:
+        """See Note [Large values]."""
+        if len(text) > _PIECE:
+            for number in range(_pieces(len(text))):
+                self._store.set(f"{key}/{number}", text[number * _PIECE : (number + 1) * _PIECE])
+            text = f"{_PIECES}{_pieces(len(text))}"
+        self._store.set(key, text)
+
+    def _read(self, keys: list[str]) -> list[str]:
+        texts = [data.decode() for data in self._store.get_all(keys)]
+        for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            if text.startswith(_PIECES):
+                pieces = range(int(text.removeprefix(_PIECES)))
+                texts[place] = "".join(self._store.get(f"{key}/{number}").decode() for number in pieces)
+        return texts
+
+    def _delete(self, key: str, length: int) -> None:
+        self._store.delete_key(key)
+        for number in range(_pieces(length)) if length > _PIECE else ():
+            self._store.delete_key(f"{key}/{number}")
 
     def _wait_for(self, keys: list[str], limit: float) -> bool:
         # Asking again with growing pauses, rather than the store's own blocking wait: that one writes a warning on
@@ -242,7 +286,8 @@ class StoreControl:
                 self.raise_if_peer_failed()
                 next_look = now + _LOOK_FOR_FAILURES_SECONDS
             time.sleep(min(pause, deadline - now))
-            pause = min(pause * 1.5, 0.005 if now < started + _SOON_SECONDS else 0.05)
+            longest = 0.005 if now < started + _SOON_SECONDS else 0.05
+            pause = min(pause * 1.5, max(longest, self.world_size / _LOOKS_PER_SECOND))
         return True
 
     def _raise_missing(self, topic: str, missing: list[int], limit: float) -> None:
@@ -266,3 +311,25 @@ class StoreControl:
                     f"ranks make different calls: rank 0 is at {topics[0]!r}, rank {rank} is at {topic!r}; "
                     "every rank must make the same calls in the same order"
                 )
+
+
+def _pieces(length: int) -> int:
+    return -(-length // _PIECE)
+
+
+def _in_runs(texts: Sequence[str]) -> dict[str, Any]:
+    """Messages in rank order, each different one once. See Note [An exchange among many]."""
+    places: dict[str, int] = {}
+    runs: list[list[int]] = []  # [which message, how many ranks in a row]
+    for text in texts:
+        place = places.setdefault(text, len(places))
+        if runs and runs[-1][0] == place:
+            runs[-1][1] += 1
+        else:
+            runs.append([place, 1])
+    return {"messages": [json.loads(text) for text in places], "runs": runs}
+
+
+def _by_rank(collected: dict[str, Any]) -> list[dict[str, Any]]:
+    """One message for each rank; those of ranks that say the same are one object."""
+    return [collected["messages"][place] for place, count in collected["runs"] for _ in range(count)]

@@ -9,6 +9,10 @@ So ranks meet. Each writes a word that nobody else ever wrote. Rank 0 reads the 
 number. A rank that finds its own word in a proposal seconds it. If all have seconded one proposal, all of them are
 there, now, and rank 0 says that it stands: its number is the channel's. A word of an earlier attempt can be proposed,
 but nobody is there to second it, and the proposal is renewed when the rank's new word arrives.
+
+Each rank has a proposal of its own to read, with its word alone: one that held all words would be read by all ranks,
+which is n * n words. Rank 0 goes through the ranks in order and looks again only for the first that is still missing:
+all must come anyway, and looking for all of them each time would cost more the more there are.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ from shardrt.errors import CommunicationError
 
 _GRACE_SECONDS = 5.0
 """How much longer than rank 0 the others wait, so that they hear from it who is missing."""
+_LOOKS_PER_SECOND = 4000
+"""How often all ranks together look: in large worlds each looks less often, for the sake of the one store."""
 
 
 def meet(store: BoundedStore, *, rank: int, world_size: int, timeout: float, topic: str) -> int:
@@ -40,69 +46,107 @@ def _key(what: int | str) -> str:
 
 
 def _lead(store: BoundedStore, word: str, world_size: int, timeout: float, topic: str) -> int:
-    pauses = _Pauses(timeout)
-    others = range(1, world_size)
-    proposed: list[str | None] = []
+    pauses = _Pauses(timeout, world_size)
+    words: list[str | None] = [word, *([None] * (world_size - 1))]
     number = 0
-    seconded: set[int] = set()
+    seconded = 1  # how many of the first ranks have: rank 0 agrees with itself
     while True:
-        words = [word, *(_text(store.read(_key(rank))) for rank in others)]
-        if None not in words and words != proposed:
-            proposed, seconded = words, set()
-            number = store.add(_key("count"), 1)
-            store.set(_key("proposal"), json.dumps({"number": number, "words": words}))
-        if proposed:
-            seconded |= {rank for rank in others if rank not in seconded and store.check([_key(f"{number}/{rank}")])}
-            if len(seconded) == len(others):
-                store.set(_key(f"{number}/stands"), "")
-                for rank in others:
-                    store.delete_key(_key(f"{number}/{rank}"))
-                return number
+        changed = _read_words(store, words, first=seconded)
+        if number and seconded == world_size:
+            # Somebody of an earlier attempt may have lived long enough to second, and left his place to a newcomer.
+            changed = _read_words(store, words, first=1, every=True)
+            if not changed:
+                break
+        if changed and None not in words:
+            number, seconded = store.add(_key("count"), 1), 1
+            _tell_each(store, "proposal", words, {"number": number})
+        if number:
+            while seconded < world_size and store.check([_key(f"{number}/{seconded}")]):
+                seconded += 1
+            if seconded == world_size:
+                continue
         if pauses.over():
-            silent = [rank for rank in others if words[rank] is None]
-            missing = silent or [rank for rank in others if rank not in seconded]
-            store.set(_key("missing"), json.dumps({"missing": missing, "words": words}))
+            missing = _who_is_missing(store, words, number, seconded)
+            _tell_each(store, "missing", words, {"missing": missing})
             raise missing_ranks(topic, missing, rank=0, world_size=world_size, limit=timeout)
+    store.set(_key(f"{number}/stands"), "")
+    for rank in range(1, world_size):
+        store.delete_key(_key(f"{number}/{rank}"))
+    return number
+
+
+def _read_words(store: BoundedStore, words: list[str | None], *, first: int, every: bool = False) -> bool:
+    """Read on, up to the first rank that has none yet; whether any has changed.
+
+    Once all have a word, only the rank that is waited for is read again: if it has a new one, so may those after it.
+    """
+    complete = None not in words
+    changed = False
+    for rank in range(first, len(words)):
+        if not complete and words[rank] is not None:
+            continue
+        found = _text(store.read(_key(rank)))
+        if found is None or not (found != words[rank] or changed or every):
+            break
+        changed = changed or found != words[rank]
+        words[rank] = found
+    return changed
+
+
+def _who_is_missing(store: BoundedStore, words: list[str | None], number: int, seconded: int) -> list[int]:
+    others = range(1, len(words))
+    for rank in others:
+        if words[rank] is None:
+            words[rank] = _text(store.read(_key(rank)))
+    silent = [rank for rank in others if words[rank] is None]
+    return silent or [rank for rank in others if rank >= seconded and not store.check([_key(f"{number}/{rank}")])]
+
+
+def _tell_each(store: BoundedStore, what: str, words: list[str | None], told: dict[str, Any]) -> None:
+    for rank, word in enumerate(words):
+        if rank and word is not None:
+            store.set(_key(f"{what}/{rank}"), json.dumps({**told, "word": word}))
 
 
 def _follow(store: BoundedStore, word: str, rank: int, world_size: int, timeout: float, topic: str) -> int:
-    pauses = _Pauses(timeout + _GRACE_SECONDS)
+    pauses = _Pauses(timeout + _GRACE_SECONDS, world_size)
     number = 0
     while True:
-        proposal = _if_it_has(word, rank, store.read(_key("proposal")))
+        proposal = _if_it_has(word, store.read(_key(f"proposal/{rank}")))
         if proposal is not None and proposal["number"] != number:
             number = proposal["number"]
             store.set(_key(f"{number}/{rank}"), "")
         if number and store.check([_key(f"{number}/stands")]):
             return number
-        note = _if_it_has(word, rank, store.read(_key("missing")))
+        note = _if_it_has(word, store.read(_key(f"missing/{rank}")))
         if note is not None:
             raise missing_ranks(topic, note["missing"], rank=rank, world_size=world_size, limit=timeout)
         if pauses.over():
             raise missing_ranks(topic, [0], rank=rank, world_size=world_size, limit=timeout)
 
 
-def _if_it_has(word: str, rank: int, data: bytes | None) -> dict[str, Any] | None:
+def _if_it_has(word: str, data: bytes | None) -> dict[str, Any] | None:
     """What rank 0 wrote, unless it wrote it to somebody of an earlier attempt."""
     if data is None:
         return None
     found: dict[str, Any] = json.loads(data)
-    return found if rank < len(found["words"]) and found["words"][rank] == word else None
+    return found if found["word"] == word else None
 
 
 class _Pauses:
     """Between two looks at the store, growing, and not beyond the deadline."""
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, world_size: int) -> None:
         self._deadline = time.monotonic() + limit
         self._pause = 0.0005
+        self._longest = max(0.05, world_size / _LOOKS_PER_SECOND)
 
     def over(self) -> bool:
         left = self._deadline - time.monotonic()
         if left <= 0:
             return True
         time.sleep(min(self._pause, left))
-        self._pause = min(self._pause * 1.5, 0.05)
+        self._pause = min(self._pause * 1.5, self._longest)
         return False
 
 

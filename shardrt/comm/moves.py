@@ -184,9 +184,8 @@ class ExchangeNatively(Route):
         incoming = [words_for(piece.numel(), self.dtype, self.carrier) for piece in received]
         outgoing = [words_for(piece.numel(), self.dtype, self.carrier) for piece in sent]
         if not self.uneven:
-            # A rank sees its own row and column only: whether all pieces are even takes everyone's word.
-            rows = self.inner.exchange("shardrt.all_to_all sizes", outgoing)
-            longest = max(max(row) for row in rows)
+            # A rank sees its own row and column only: how long the longest piece is takes everyone's word.
+            longest = max(self.inner.exchange("shardrt.all_to_all sizes", max(outgoing)))
             if longest == 0:
                 return FinishedWork()
             incoming, outgoing = [longest] * len(received), [longest] * len(sent)

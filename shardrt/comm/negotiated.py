@@ -12,6 +12,7 @@ from shardrt.comm.carriers import dtype_name
 from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
 from shardrt.comm.routes import Routes, backend_name
 from shardrt.errors import CapabilityError
+from shardrt.protocols import SharedAllocator
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,10 @@ class Negotiated:
     def exchange(self, topic: str, value: Any) -> list[Any]:
         """See :class:`shardrt.protocols.Communicator`."""
         return self.inner.exchange(topic, value)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """See :class:`shardrt.protocols.SharedAllocator`."""
+        return self.inner.allocate(numel, dtype) if isinstance(self.inner, SharedAllocator) else None
 
     def close(self) -> None:
         """Give the scratch back and close the backend's communicator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -51,7 +52,9 @@ class ScratchPool:
         (True, 1)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int, torch.dtype], Tensor | None] | None = None) -> None:
+        """``allocate`` may offer better memory of the CPU than any: see :class:`shardrt.protocols.SharedAllocator`."""
+        self._allocate = allocate
         self._free: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         self._lock = threading.Lock()
         self.allocations = 0
@@ -67,7 +70,8 @@ class ScratchPool:
             else:
                 if free:
                     free.pop(0)
-                whole = torch.empty(numel, dtype=dtype, device=device)
+                offered = None if self._allocate is None else self._allocate(numel, dtype)
+                whole = torch.empty(numel, dtype=dtype, device=device) if offered is None else offered
                 self.allocations += 1
         return Lease(whole.narrow(0, 0, numel), whole, self)
 

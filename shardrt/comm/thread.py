@@ -44,6 +44,11 @@ class ThreadedWork:
         self.error = error
         self._done.set()
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended already, and well."""
+        return self._done.is_set() and self.error is None
+
     def wait(self) -> None:
         """See :class:`shardrt.protocols.Work`."""
         if not self._done.is_set():

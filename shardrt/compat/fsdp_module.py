@@ -91,7 +91,7 @@ class FSDPModule(torch.nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters ahead of its forward; every rank calls it."""
         runner = self._sharded().runner
-        units = [] if runner is None else runner.params_of(self)
+        units = [] if runner is None else runner.bring_together(self)
         for unit in units:
             unit.start()
 

@@ -9,6 +9,11 @@ Note [Backward inside backward]: reentrant activation checkpointing calls backwa
 its own: the round lasts as long as the outermost that was noticed. There a parameter may get a second gradient when its
 bucket has been handed on: such buckets are handed on once more when the round ends, those of any rank on all.
 
+Note [Missing on some ranks]: where whole gradients go, memory is bounded by waiting for earlier reductions. A bucket in
+which one rank misses a gradient that the others have would be handed on there only when backward ends, which it cannot
+while the others, waiting for that reduction, do not take part in the next gather. So whoever knows that a unit's
+backward is over says so, and its buckets are handed on as they are.
+
 Note [Tokens]: whether a backward still goes on, or an exception has ended it, autograd does not say. But it keeps what
 it is to call at the end exactly as long as that backward lasts, so a weak reference to such a callback knows.
 """
@@ -86,6 +91,14 @@ class BackwardWatch:
             self._hand_on()
         elif bucket < self._next:
             self._late.add(bucket)
+
+    def nothing_more(self, buckets: Sequence[int]) -> None:
+        """What these have not got by now they do not get in this backward. See Note [Missing on some ranks]."""
+        if not self.paused and (self.synchronised is None or self.synchronised()):
+            self._begin_round()
+            for bucket in buckets:
+                self._missing[bucket] = 0
+            self._hand_on()
 
     def seen(self) -> None:
         """A synchronised backward goes on, which is a round even if it brings none of these gradients to this rank."""

@@ -10,19 +10,23 @@ Note [Local gradients stay]: reductions write to a buffer of their own. ``p.grad
 and after the step, so accumulating on, stepping twice or never zeroing mean what they mean without sharding.
 
 Note [Coming and going]: under strategies that shard parameters or gradients too, the whole ones are there only while
-somebody computes with them. Their memory is given back by resizing the storage to nothing, and obtained again by
-resizing it back: views of it (``p.data``, what autograd has saved) then show what is gathered into it, so a forward
-need not know that the memory went and came again in between. What stays is this rank's run of the parameters, which is
-stepped, and of the reduced gradients, to which every further backward adds until ``zero_grad``.
+somebody computes with them. The memory of parameters is given back by resizing the storage to nothing, and obtained
+again by resizing it back: views of it (``p.data``, what autograd has saved) then show what is gathered into it, so a
+forward need not know that the memory went and came again in between. Gradients stay where autograd left them, are sent
+from there, and go when they have arrived: see Note [In pieces]. What stays is this rank's run of the parameters, which
+is stepped, and of the reduced gradients, to which every further backward adds until ``zero_grad``.
 
 Note [Shards apart]: this rank's run of the parameters is a view of the whole buffer where that stays and has the
 parameters' own dtype. Where the whole goes, or is of a lower precision, the run is kept apart, in their own dtype: it
 is the one that counts, and each gather begins with a copy of it.
+
+Note [Shared memory]: what stays where it is lies in memory that the communicator's peers can read, where it offers such
+(:class:`shardrt.protocols.SharedAllocator`): they then reduce and gather straight from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +37,8 @@ from shardrt.optim.readers import is_watched
 from shardrt.optim.residence import OWN_PRECISION, RESIDENT, Precision, Residence
 from shardrt.optim.slots import Slot, check_unchanged, may_move, owns_storage, shaped, slots_of
 from shardrt.plan import Bucket, Shard
+
+Allocate = Callable[[int, torch.dtype], "torch.Tensor | None"]
 
 
 class BucketBuffers:
@@ -48,8 +54,10 @@ class BucketBuffers:
         holds_reduced: bool,
         residence: Residence = RESIDENT,
         precision: Precision = OWN_PRECISION,
+        shared: Allocate | None = None,
     ) -> None:
-        """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run."""
+        """``holds_gradients``: this rank's own; ``holds_reduced``: the reduced ones of this rank's run. ``shared``: see
+        Note [Shared memory]."""
         self.bucket = bucket
         self.rank = rank
         self.residence = residence
@@ -57,13 +65,16 @@ class BucketBuffers:
         own: torch.dtype = getattr(torch, bucket.dtype)
         lower = precision if own.is_floating_point else OWN_PRECISION
         self.reduce_dtype = lower.reduce or lower.params or own
-        self.params = torch.empty(bucket.numel, dtype=lower.params or own, device=device)
+        self._shared = shared if device.type == "cpu" else None
+        self.params = self._lasting(
+            bucket.numel, lower.params or own, {"device": device}, shares=residence.params and not residence.offload
+        )
         self.own_start = sum(bucket.splits[:rank])
         count = bucket.splits[rank]
         self._own_run = self.params[self.own_start : self.own_start + count]
         self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
         self.at_rest = resting_memory(device, residence)
-        self.shard = torch.empty(count, dtype=own, **self.at_rest) if self.shard_is_apart else self._own_run
+        self.shard = self._lasting(count, own, self.at_rest) if self.shard_is_apart else self._own_run
         """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
         self.slots = slots_of(bucket, params)
         for slot in self.slots:
@@ -77,14 +88,18 @@ class BucketBuffers:
         self.holds_reduced = holds_reduced
         self.run = count
         self.reduced_kind = (self.reduce_dtype if lower.keeps_low_gradients else own, self.at_rest["device"])
-        if holds_gradients:
-            self.gradients = torch.zeros(bucket.numel, dtype=self.params.dtype, device=device)
+        if holds_gradients and residence.gradients:
+            self.gradients = self._lasting(bucket.numel, self.params.dtype, {"device": device}).zero_()
             for slot in self.slots:
                 if slot.in_one_piece:
                     slot.gradient = shaped(self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None)
-            if not residence.gradients:
-                _give_back(self.gradients)
         note_kept_apart([slot.param.tensor for slot in self.slots], own if self.shard_is_apart else None)
+
+    def _lasting(
+        self, numel: int, dtype: torch.dtype, where: Mapping[str, Any], *, shares: bool = True
+    ) -> torch.Tensor:
+        memory = self._shared(numel, dtype) if self._shared is not None and shares else None
+        return torch.empty(numel, dtype=dtype, **where) if memory is None else memory
 
     def _settle(self, slot: Slot) -> None:
         tensor = slot.param.tensor
@@ -165,6 +180,12 @@ class BucketBuffers:
         for offset, shard in slot.offsets:
             self.params[offset : offset + shard.numel].copy_(flat[shard.start : shard.stop])
 
+    @property
+    def sends_shard(self) -> bool:
+        """Whether this rank's run can be sent from where it is kept."""
+        kept, whole = self.shard, self._own_run
+        return self.shard_is_apart and (kept.dtype, kept.device) == (whole.dtype, whole.device)
+
     def load_own_run(self) -> None:
         """What is about to be gathered begins with this rank's run as it is kept."""
         if self.shard_is_apart:
@@ -182,29 +203,13 @@ class BucketBuffers:
             _give_back(memory)
 
     def obtain_params(self) -> None:
-        """Memory for the whole parameters, with this rank's run in it, to be gathered."""
+        """Memory for the whole parameters, to be gathered."""
         for memory in self._whole_memory():
             _obtain(memory)
-        self.load_own_run()
 
     def _whole_memory(self) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
             return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
-
-    def hold_gradients(self) -> None:
-        """Memory for this rank's gradients, if it is not there."""
-        if not self.residence.gradients and self.gradients is not None:
-            _obtain(self.gradients)
-
-    def drop_gradients(self) -> None:
-        """They are on their way: ``p.grad`` shows them no more."""
-        for slot in self.slots:
-            slot.param.tensor.grad = None
-
-    def give_back_gradients(self) -> None:
-        """This rank's gradients have arrived at their owners."""
-        if self.gradients is not None:
-            _give_back(self.gradients)
 
     def shard_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """What the local optimizer steps: the whole parameter in its shape, or a flat range of it."""

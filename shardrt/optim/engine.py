@@ -21,8 +21,6 @@ from shardrt.optim.carrying import Carried, carried_by, carry_on, forget, forget
 from shardrt.optim.gradients import (
     BucketAtWork,
     OwnedShard,
-    bring_nothing,
-    collect_gradients,
     move_gradient_home,
     part_of_gradient,
     wait_for_reduction,
@@ -32,10 +30,11 @@ from shardrt.optim.params import NamedParam
 from shardrt.optim.placing import place_owned_shards
 from shardrt.optim.readers import Reading, UnfinishedBucket, may_be_read_later
 from shardrt.optim.reading import ReadingOrder
+from shardrt.optim.reducing import Reductions
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
 from shardrt.plan import Plan, Shard
-from shardrt.protocols import Communicator, Work
+from shardrt.protocols import Communicator, SharedAllocator, Work
 from shardrt.timeline import Timeline
 
 _NOT_RECORDED = nullcontext()
@@ -75,8 +74,6 @@ class BucketEngine:
         self.gathers_apart = gather_communicator is not None
         self._communicator = communicator
         self._gather_communicator = gather_communicator or communicator
-        self._replicas = replicas
-        self._everybody = everybody or communicator
         self._watch = watch
         self._hooked = hooked
         self._adopts = adopts_gradients
@@ -84,8 +81,20 @@ class BucketEngine:
         self._attendance = attendance or Attendance()
         self._timeline = timeline
         self._gradients = gradients
+        self._reductions = Reductions(
+            communicator=communicator,
+            replicas=replicas,
+            everybody=everybody or communicator,
+            gradients=gradients,
+            adopts=adopts_gradients,
+            stay=residence.gradients,
+            attendance=self._attendance,
+            settings=settings,
+            hooked=hooked,
+        )
         self._update = update
         self._read_failed = read_failed
+        shared = communicator.allocate if isinstance(communicator, SharedAllocator) else None
         self._buckets = [
             BucketAtWork(
                 BucketBuffers(
@@ -96,6 +105,7 @@ class BucketEngine:
                     holds_reduced=gradients != "reduced",
                     residence=residence,
                     precision=precision(bucket.params[0]),
+                    shared=shared,
                 ),
                 keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
             )
@@ -111,13 +121,13 @@ class BucketEngine:
                 holds_reduced=False,
                 residence=residence,
                 precision=precision(bucket.params[0]),
+                shared=shared,
             )
             for bucket in plan.still
         ]
         self._going: list[Work] = []
         self.given_out = False
         """Whether reduced gradients of the step that comes next were lent to somebody who may have changed them."""
-        self._skipped: Collection[torch.Tensor] = ()
         self._unfinished: list[UnfinishedBucket] = []
         self._reading = ReadingOrder(len(self._buckets))
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -139,7 +149,7 @@ class BucketEngine:
             self._arrivals.take(bucket)
             with self._noting(bucket):
                 noted.bucket = bucket
-                reduction = at_work.reduction = self._start_reduction(at_work)
+                reduction = at_work.reduction = self._reductions.start(at_work)
                 noted.bucket = None
             at_work.note_gradients()
             if not self._residence.gradients:
@@ -162,60 +172,6 @@ class BucketEngine:
                 "DistributedDataParallel module, which changes them itself, is to be attached: rt.attach(ddp, opt)"
             )
 
-    def _start_reduction(self, at_work: BucketAtWork) -> Work:
-        buffers = at_work.buffers
-        if self._gradients == "reduced":
-            if self._settings is None:
-                return FinishedWork()
-            return self._tell_present(at_work, [0] * len(buffers.slots))
-        if self._hooked is not None:
-            told = self._tell_present(at_work, [int(slot.param.tensor.grad is not None) for slot in buffers.slots])
-            return FollowedWork([told], then=partial(self._take_hooked, at_work, self._hooked))
-        assert buffers.gradients is not None
-        # Small and first: where a backend lets it, it travels beside the reduction.
-        absent = self._attendance.absent
-        told = self._tell_present(
-            at_work, bring_nothing(buffers) if absent else collect_gradients(buffers, self._adopts, self._skipped)
-        )
-        if not self._residence.gradients:
-            buffers.drop_gradients()
-        average, divisor = self._gradients == "average", self._attendance.divisor
-        by_all = divisor is None or divisor == self._everybody.world_size
-        assert buffers.reduced is not None
-        source, output = buffers.gradients, buffers.reduced
-        if source.dtype != buffers.reduce_dtype:
-            source = source.to(buffers.reduce_dtype)
-        # Where the whole gradients go, what was reduced before is the only trace of them.
-        if (output.dtype, output.device) != (source.dtype, source.device) or at_work.accumulated is not None:
-            output = torch.empty_like(output, dtype=source.dtype, device=source.device)
-        reducing = self._communicator.reduce_scatter(
-            source, buffers.bucket.splits, output=output, average=average and by_all
-        )
-        by = None if by_all or not average else divisor
-        if by is None and self._residence.gradients and output is buffers.reduced and self._replicas is None:
-            return FollowedWork([reducing, told])
-        return FollowedWork([reducing, told], then=partial(self._after_reduction, at_work, output, by))
-
-    def _after_reduction(self, at_work: BucketAtWork, output: torch.Tensor, divisor: int | None) -> None:
-        buffers = at_work.buffers
-        assert buffers.reduced is not None
-        if self._replicas is not None:
-            self._replicas.all_reduce(output, average=self._gradients == "average" and divisor is None).wait()
-        if divisor is not None:
-            output.div_(divisor)
-        if output is not buffers.reduced and at_work.accumulated is None:
-            buffers.reduced.copy_(output)
-        if output is buffers.gradients:
-            at_work.note_gradients()  # they are the average now
-        if self._residence.gradients:
-            return
-        if at_work.accumulated is not None:
-            buffers.reduced.add_(output.to(buffers.reduced.device))
-            present = at_work.present[:-MARKS]
-            torch.maximum(present, at_work.accumulated, out=present)
-        at_work.accumulated = at_work.present[:-MARKS].clone()
-        buffers.give_back_gradients()
-
     def _let_go(self, reduction: Work) -> None:
         """Wait for earlier reductions, so that no more than two buckets of gradients are in memory."""
         self._going.append(reduction)
@@ -237,20 +193,6 @@ class BucketEngine:
     def forget_some(self, names: Collection[str]) -> None:
         """Drop what was reduced of some parameters."""
         forget_some(self._buckets, names)
-
-    def _tell_present(self, at_work: BucketAtWork, present: Sequence[int]) -> Work:
-        marks = [0] * MARKS if self._settings is None else self._settings.marks()
-        at_work.present.copy_(torch.tensor([*present, *marks], dtype=torch.int8))
-        return self._everybody.all_reduce(at_work.present, op="max")
-
-    def _take_hooked(self, at_work: BucketAtWork, hooked: HookResults) -> None:
-        shards = [(owned, owned.slot.param.tensor) for _, owned in at_work.owned if owned.slot is not None]
-        for (owned, tensor), whole in zip(shards, hooked.wait_for([t for _, t in shards]), strict=True):
-            assert owned.gradient is not None
-            if owned.shard.numel == tensor.numel():
-                owned.gradient.copy_(whole)
-            else:
-                owned.gradient.copy_(whole.reshape(-1)[owned.shard.start : owned.shard.stop])
 
     def renew(self, bucket: int) -> None:
         """Another backward has added to the bucket: let the reduction of the one before end, and forget it."""
@@ -399,7 +341,7 @@ class BucketEngine:
 
     def skip(self, tensors: Collection[torch.Tensor]) -> None:
         """Take these for parameters without a gradient, until told otherwise."""
-        self._skipped = tensors
+        self._reductions.skipped = tensors
 
     def follow_moved_parameters(self) -> None:
         """Notice parameters whose data was replaced since the last step."""

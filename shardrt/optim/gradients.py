@@ -19,6 +19,8 @@ from shardrt.optim.slots import Slot, check_unchanged
 from shardrt.plan import Shard
 from shardrt.protocols import Work
 
+Pieces = list[torch.Tensor]
+
 
 @attrs.define(eq=False)
 class OwnedShard:
@@ -101,7 +103,6 @@ def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[
 
     ``skipped`` are parameters that count as having none.
     """
-    buffers.hold_gradients()
     present = []
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
@@ -135,9 +136,44 @@ def collect_gradients(buffers: BucketBuffers, adopts: bool, skipped: Collection[
 def bring_nothing(buffers: BucketBuffers) -> list[int]:
     """Take part in a reduction without gradients; says for each slot that there is none."""
     assert buffers.gradients is not None
-    buffers.hold_gradients()
     buffers.gradients.zero_()
     return [0] * len(buffers.slots)
+
+
+def take_pieces(buffers: BucketBuffers, absent: bool, skipped: Collection[torch.Tensor]) -> tuple[Pieces, list[int]]:
+    """The gradients of the bucket as they lie in memory, in the order of its buffers, and for each slot whether there
+    was one. ``p.grad`` shows them no more. ``absent``: this rank has none, whatever ``p.grad`` is.
+    """
+    pieces: list[tuple[int, torch.Tensor]] = []
+    present = []
+    zeros: torch.Tensor | None = None
+    for slot in buffers.slots:
+        tensor = slot.param.tensor
+        gradient = None if absent or (skipped and tensor in skipped) else tensor.grad
+        present.append(int(gradient is not None))
+        if gradient is None:
+            if zeros is None:
+                longest = max(shard.numel for other in buffers.slots for _, shard in other.offsets)
+                zeros = torch.zeros(longest, dtype=buffers.reduce_dtype, device=buffers.params.device)
+            pieces += [(offset, zeros[: shard.numel]) for offset, shard in slot.offsets]
+        else:
+            refuse_sparse(slot.param.name, gradient)
+            flat = _in_order(slot, gradient.detach()).to(buffers.reduce_dtype)
+            pieces += [(offset, flat[shard.start : shard.stop]) for offset, shard in slot.offsets]
+        tensor.grad = None
+    return [piece for _, piece in sorted(pieces, key=lambda placed: placed[0])], present
+
+
+def _in_order(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+    """Flat, in the order in which the bucket has the parameter's elements; a view where that is how they lie."""
+    home = slot.home
+    if home is None or home.is_contiguous():
+        return gradient.reshape(-1)
+    if gradient.stride() != home.stride():
+        gradient = torch.empty_strided(home.shape, home.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
+            gradient
+        )
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def _zero(buffers: BucketBuffers, slot: Slot) -> None:
@@ -159,7 +195,6 @@ def move_gradient_home(
             # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
             if adopts and home is not None and not gradient.requires_grad:
                 check_unchanged(name, home, gradient)
-                bucket.buffers.hold_gradients()
                 home.copy_(gradient)
                 tensor.grad = home
         if arrived is not None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardrt.optim.flattening import FlatSteps
+
 _OWN_KEYS = ("params", "param_names")
 """What differs between the user's groups and the local ones; everything else is kept equal."""
 
@@ -23,24 +25,37 @@ class LocalOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         groups: Sequence[tuple[Mapping[str, Any], Sequence[torch.Tensor]]],
         defaults: Mapping[str, Any],
+        *,
+        joins: bool = False,
     ) -> None:
+        """``joins``: shards that lie side by side may be stepped as one, see Note [Flat runs]."""
         filled = [{**options, "params": list(shards)} for options, shards in groups]
         self.inner = construct(optimizer_class, filled, defaults)
         self._step: Callable[..., Any] = step_without_global_hooks(self.inner)
+        self._flat = FlatSteps(self.inner) if joins else None
 
     def add_group(self, options: Mapping[str, Any], shards: Sequence[torch.Tensor]) -> None:
         """A group the user added later; a rank may own nothing of it."""
         self.inner.add_param_group({**options, "params": list(shards)})
 
-    def step(self, shards: set[torch.nn.Parameter] | None = None) -> None:
+    def laid_out_anew(self) -> None:
+        """Shards are about to live elsewhere."""
+        if self._flat is not None:
+            self._flat.forget()
+
+    def step(self, shards: Sequence[torch.nn.Parameter] | None = None) -> None:
         """Step all shards, or only some; the others are not looked at."""
+        if self._flat is not None:
+            self._flat.step(self._step, shards)
+            return
         if shards is None:
             self._step()
             return
+        chosen = set(map(id, shards))
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for group in self.inner.param_groups:
-                group["params"] = [param for param in group["params"] if param in shards]
+                group["params"] = [param for param in group["params"] if id(param) in chosen]
             self._step()
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):

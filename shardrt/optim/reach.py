@@ -61,6 +61,21 @@ def reach_of(optimizer_class: type[torch.optim.Optimizer], elementwise: bool | N
     return Reach.ELEMENT if elementwise else Reach.PARAMETER
 
 
+def may_be_joined(optimizer_class: type[torch.optim.Optimizer], reach: Reach) -> bool:
+    """Whether several parameters may be handed to an optimizer as one: see Note [Flat runs].
+
+    Somebody's word that an update is elementwise is not enough, since it may still look at a parameter's shape (no
+    weight decay for vectors).
+
+    Example:
+        >>> import torch
+        >>> from shardrt.optim.reach import Reach, may_be_joined
+        >>> may_be_joined(torch.optim.AdamW, Reach.ELEMENT), may_be_joined(torch.optim.Adafactor, Reach.PARAMETER)
+        (True, False)
+    """
+    return reach is Reach.ELEMENT and optimizer_class in _ELEMENTWISE
+
+
 def reach_called(name: str) -> Reach:
     """The reach of an optimizer class that is known by its name alone, with its module or without.
 

@@ -24,6 +24,7 @@ from shardrt.optim.local import LocalOptimizer
 from shardrt.optim.params import NamedGroup, check_no_aliases, read_groups
 from shardrt.optim.placing import owned_shards
 from shardrt.optim.planner import Planner
+from shardrt.optim.reach import may_be_joined
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import Settings, options_of
 from shardrt.optim.spans import TrainerSpans
@@ -71,7 +72,9 @@ class ShardedOptimizer(FreezingOptimizer):
         self._hooked: HookResults | None = None
         self.attendance = Attendance()
         self._left = self.announcer = self.attached_to = self.watch = None
-        early = isinstance(schedule, OverlappingSchedule) or not residence.gradients
+        # Looked at once: asking an object whether it follows a protocol takes longer than the rest of a bucket's hooks.
+        self._overlapping = schedule if isinstance(schedule, OverlappingSchedule) else None
+        early = self._overlapping is not None or not residence.gradients
         if early and gradients != "reduced":
             # Weak: the hooks that hold the watch live as long as the parameters, and must not keep us alive.
             bucket_ready, afterwards = weakref.WeakMethod(self._bucket_ready), weakref.WeakMethod(self._after_backward)
@@ -85,7 +88,10 @@ class ShardedOptimizer(FreezingOptimizer):
         self._owned: dict[Shard, OwnedShard] = {}
         self._checked_gradients = False
         self._local = LocalOptimizer(
-            planner.optimizer_class, [(group.options, self._own_shards_of(group)) for group in groups], defaults
+            planner.optimizer_class,
+            [(group.options, self._own_shards_of(group)) for group in groups],
+            defaults,
+            joins=may_be_joined(planner.optimizer_class, planner.reach),
         )
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         weakref.finalize(self, remove_hooks, self._hooks)
@@ -195,8 +201,7 @@ class ShardedOptimizer(FreezingOptimizer):
     @property
     def updates_early(self) -> bool:
         """Whether parameters are updated inside backward, before anything can be done to the gradients."""
-        early = isinstance(self._schedule, OverlappingSchedule) and self._schedule.updates_early
-        return early and self.watch is not None
+        return self._overlapping is not None and self._overlapping.updates_early and self.watch is not None
 
     @property
     def has_hook(self) -> bool:
@@ -314,6 +319,7 @@ class ShardedOptimizer(FreezingOptimizer):
             if not self.updates_early:  # else it has been stepped with
                 carried = self._engine.carried()
             self.followers.rebuilding()
+        self._local.laid_out_anew()
         self._engine = BucketEngine(
             self.plan,
             self._params,
@@ -368,8 +374,8 @@ class ShardedOptimizer(FreezingOptimizer):
                 self.engine.follow_moved_parameters()
                 self.followers.reducing()
             self.engine.renew(bucket)
-            if isinstance(self._schedule, OverlappingSchedule) and not (self._steps == 0 and self.updates_early):
-                self._schedule.bucket_ready(self.engine, bucket)
+            if self._overlapping is not None and not (self._steps == 0 and self.updates_early):
+                self._overlapping.bucket_ready(self.engine, bucket)
             else:  # see Note [The first step is late]; or gradients that do not stay until the step
                 self.engine.reduce(bucket)
 
@@ -387,7 +393,7 @@ class ShardedOptimizer(FreezingOptimizer):
         started = time.perf_counter()
         # Inside backward: the options that backward began with, for every bucket alike.
         self._local.take_options(self.param_groups if self._taken is None else self._taken)
-        self._local.step(None if owned is None else {one.stepped for one in owned})
+        self._local.step(None if owned is None else [one.stepped for one in owned])
         if self._spans is not None:
             self._spans.update(started)
         if len(self.state) != len(self._local.inner.state):

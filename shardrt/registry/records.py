@@ -84,11 +84,21 @@ class BackendRecord(Record):
     """``auto`` takes the available backend with the highest priority for the device; 0 and below is never taken."""
     world_sizes: tuple[int, int | None] = (1, None)
     """Smallest and largest world size, None for no limit."""
+    introduce: Callable[..., Any] | None = None
+    """What this process tells the others of itself before the backend is taken: a small JSON-able value. This and
+    ``suits`` get those of the user's options that they have parameters for."""
+    suits: Callable[..., Availability] | None = None
+    """Asked on every rank with what all ranks told, in rank order: whether it can run among them. The backend is taken
+    only if all say yes. For backends of which no process alone can tell, such as those of one host."""
 
     @property
     def key(self) -> tuple[str, ...]:
         """Device type and name."""
         return (self.device_type, self.name)
+
+    def __attrs_post_init__(self) -> None:
+        if (self.introduce is None) != (self.suits is None):
+            raise ValueError(f"backend {self.name!r} has introduce without suits or the other way: give both or none")
 
 
 @attrs.frozen(kw_only=True)

@@ -25,10 +25,12 @@ from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Partitioner
 from shardrt.sharding.arguments import check_defaults, grouped
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
+from shardrt.sharding.dividing import divide
 from shardrt.sharding.guarding import guard
+from shardrt.sharding.noticing import notice_backward
 from shardrt.sharding.precision import cast_buffers, cast_inputs_of, mixed_precision_from, precision_by_name
 from shardrt.sharding.prefetching import prefetch_from
-from shardrt.sharding.running import UnitRunner, notice_backward
+from shardrt.sharding.running import UnitRunner
 from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.strategies import Strategy, offloads, pins, strategy_called
 from shardrt.sharding.units import Unit, find_units
@@ -66,6 +68,7 @@ def shard_module(
     defaults: Mapping[str, Any],
     arguments: Collection[str] = (),
     shows_shards: bool = False,
+    divide_units: bool = False,
 ) -> ManagedOptimizer:
     """See :meth:`shardrt.Runtime.shard`, whose ``arguments`` are for messages; with ``shows_shards`` for any optimizer
     to step, see Note [Two faces]."""
@@ -89,6 +92,7 @@ def shard_module(
         )
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         fields["units"] = Field(value=[unit.name for unit in found], fix="choose the same units on every rank")
+        fields["divide_units"] = Field(value=bool(divide_units), fix="pass the same divide_units on every rank")
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
         groups_given = named if param_groups is None else grouped(module, named, param_groups)
@@ -102,6 +106,10 @@ def shard_module(
     keeps, nearby = _nearby(runtime, module, groups, reshard_after_forward, whole=whole)
     if sync_module_states and not deferred and runtime.world_size > 1:
         sync_buffers(runtime, [(name, buffer) for name, buffer in module.named_buffers() if not buffer.is_meta])
+    running = found
+    most = _bucket_bytes(runtime, dividing)
+    if divide_units and not whole and not keeps and most is not None:
+        running = divide(module, found, most)
     optimizer = build_optimizer(
         runtime,
         groups_given,
@@ -115,7 +123,7 @@ def shard_module(
         bucket_bytes=runtime.bucket_bytes or _BUCKET_BYTES,
         units=None
         if whole and mixed is None and not residence.offload
-        else _travelling(found, precision, dict(named), _bucket_bytes(runtime, dividing)),
+        else _travelling(running, precision, dict(named), most),
         residence=residence,
         precision=precision,
         mesh=groups,
@@ -128,7 +136,7 @@ def shard_module(
         cast_inputs_of(found, mixed)
     if isinstance(optimizer, ShardedOptimizer) and (shows_shards or not whole):
         runner = UnitRunner(
-            found,
+            running,
             optimizer,
             ahead,
             keeps_after_forward=keeps,
@@ -140,7 +148,7 @@ def shard_module(
         notice_backward(module, optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         keeps_gradients = not residence.gradients and not shows_shards
-        guard(module, () if whole else found, optimizer if keeps_gradients else None)
+        guard(module, () if whole else running, optimizer if keeps_gradients else None)
     return optimizer
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
@@ -20,7 +21,7 @@ class Prefetch:
     ``backward``: the next unit's parameters are asked for before this unit's gradients are computed (``"pre"``: most
     overlap, two units in memory), after (``"post"``: one unit in memory at a time), or when they are needed (None).
     ``forward``: the next unit's are asked for before this unit computes. ``limit``: how many units may be asked for
-    ahead of the one that computes.
+    ahead of the one that computes. Where units are divided (see Note [Parts]) all this is said of their parts.
 
     Example:
         >>> from shardrt.sharding.prefetching import Prefetch
@@ -56,11 +57,15 @@ def prefetch_from(given: Any) -> Prefetch:
 
 
 class RunningOrder:
-    """The order in which units ran, and what is likely to come next."""
+    """The order in which units ran, and what is likely to come next.
+
+    Units may be inside others: backward begins with the one that ended last, so it goes by how they ended.
+    """
 
     def __init__(self) -> None:
         self._last: list[int] = []
         self._now: list[int] = []
+        self._ended: list[int] = []
         self._place = 0
 
     def begin(self) -> None:
@@ -68,6 +73,7 @@ class RunningOrder:
         if self._now:
             self._last = self._now
         self._now = []
+        self._ended = []
         self._place = 0
 
     def ran(self, unit: int) -> None:
@@ -77,15 +83,18 @@ class RunningOrder:
         with contextlib.suppress(ValueError):
             self._place = self._last.index(unit, self._place) + 1
 
-    def next_forward(self, count: int) -> Sequence[int]:
-        """The units that came next last time."""
-        return self._last[self._place : self._place + count]
+    def ended(self, unit: int) -> None:
+        """A unit's forward has ended."""
+        self._ended.append(unit)
 
-    def next_backward(self, unit: int, count: int) -> Sequence[int]:
-        """The units that ran before this one in the forward of this iteration, the nearest first."""
-        order = self._now or self._last
-        for place in range(len(order) - 1, -1, -1):
-            if order[place] == unit:
-                before = order[max(0, place - count) : place]
-                return before[::-1]
-        return ()
+    def next_forward(self) -> Iterator[int]:
+        """The units that came next last time."""
+        return itertools.islice(self._last, self._place, None)
+
+    def next_backward(self, unit: int) -> Iterator[int]:
+        """The units that ended before this one in the forward of this iteration, the nearest first."""
+        ended = self._ended
+        for place in range(len(ended) - 1, -1, -1):
+            if ended[place] == unit:
+                return (ended[before] for before in range(place - 1, -1, -1))
+        return iter(())

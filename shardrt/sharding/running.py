@@ -24,8 +24,9 @@ of yet another are asked for, hooks on outputs are added only after those on the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,13 +35,16 @@ from torch.autograd.graph import register_multi_grad_hook
 from shardrt.errors import StateError, UnsupportedError
 from shardrt.optim.backward import BackwardToken
 from shardrt.optim.engine import BucketEngine
+from shardrt.optim.followers import call_if_alive
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Communicator
+from shardrt.sharding.dividing import Parts, called_by_compiled
+from shardrt.sharding.outstanding import Outstanding, UnitBackward
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.tensors import differentiable
 from shardrt.sharding.uncompiled import uncompiled
-from shardrt.sharding.unit_params import UnitParams
+from shardrt.sharding.unit_params import Reader, UnitParams
 from shardrt.sharding.units import Unit
 
 Direction = Literal["forward", "backward"]
@@ -69,8 +73,11 @@ class UnitRunner:
         self._nearby = nearby
         self.shown = shown
         self._order = RunningOrder()
+        self._parts = Parts(units)
         self._depth = 0
-        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+        self._running: list[int] = []
+        """Units and parts whose forward goes on, the innermost last."""
+        self._backwards: weakref.WeakValueDictionary[int, UnitBackward] = weakref.WeakValueDictionary()
         """Those that go on, by their number."""
         self._in_backward = False
         """Whether one has begun; it may have raised."""
@@ -79,21 +86,22 @@ class UnitRunner:
         self._unhooked: list[tuple[list[torch.Tensor], Callable[[torch.Tensor], None]]] = []
         """Outputs of units that have run, and what to call before their backward."""
         self.params: list[UnitParams] = []
+        self._buckets: list[list[int]] = []
+        """Of the gradients of each unit."""
+        self._calls = Outstanding(len(units))
         self._optimizer = weakref.ref(optimizer)
         self._take_over(optimizer.engine)
         # Weak: the optimizer's hooks on parameters live as long as these.
-        runner = weakref.ref(self)
-        optimizer.followers.rebuilding = lambda: _with(runner, UnitRunner.put_all_away)
-        optimizer.followers.rebuilt = lambda engine: _with(runner, UnitRunner._take_over, engine)
-        optimizer.followers.renewed = lambda: _with(runner, UnitRunner.put_all_away)
-        optimizer.followers.gather = lambda unit: _with(runner, UnitRunner._take_part, unit)
-        self.handles = [
-            handle
-            for number, unit in enumerate(units)
-            for handle in (
+        optimizer.followers.rebuilding = partial(call_if_alive, weakref.WeakMethod(self.put_all_away))
+        optimizer.followers.rebuilt = partial(call_if_alive, weakref.WeakMethod(self._take_over))
+        optimizer.followers.renewed = partial(call_if_alive, weakref.WeakMethod(self._renewed))
+        optimizer.followers.gather = partial(call_if_alive, weakref.WeakMethod(self._take_part))
+        self._handles = [
+            (
                 unit.module.register_forward_pre_hook(self._before(number), prepend=True, with_kwargs=True),
                 unit.module.register_forward_hook(self._after(number), always_call=True),
             )
+            for number, unit in enumerate(units)
         ]
 
     def _take_over(self, engine: BucketEngine) -> None:
@@ -110,35 +118,55 @@ class UnitRunner:
             )
             for number, unit in enumerate(self._units)
         ]
+        self._buckets = [
+            [index for index, one in enumerate(engine.at_work) if one.buffers.bucket.params[0] in unit.params]
+            for unit in self._units
+        ]
         self.put_all_away()
         if self.shown is not None:
             self.shown.follow(engine)
 
     def keep_after_forward(self, module: torch.nn.Module, keeps: bool) -> None:
         """Whether a unit stays between its forward and its backward."""
-        for number, unit in enumerate(self._units):
-            if unit.module is module:
-                (self._keeping.add if keeps else self._keeping.discard)(number)
+        self._in_set(self._keeping, module, keeps)
 
     def stay_after_backward(self, module: torch.nn.Module, stays: bool) -> None:
         """Whether a unit stays after its backward, for the next forward, unless a step comes first."""
-        for number, unit in enumerate(self._units):
-            if unit.module is module:
-                (self._staying.add if stays else self._staying.discard)(number)
+        self._in_set(self._staying, module, stays)
+
+    def _in_set(self, numbers: set[int], module: torch.nn.Module, is_in: bool) -> None:
+        number = self._number_of(module)
+        if number is None:
+            return
+        if is_in:
+            self._parts.follow_all(number)
+        for one in (number, *self._parts.of(number)):
+            (numbers.add if is_in else numbers.discard)(one)
+
+    def _number_of(self, module: torch.nn.Module) -> int | None:
+        """Of the unit that a module is; parts are not units."""
+        found = (n for n, unit in enumerate(self._units) if unit.module is module and unit.within is None)
+        return next(found, None)
 
     def fetch_ahead(self, direction: Direction, module: torch.nn.Module, others: Sequence[torch.nn.Module]) -> None:
         """Say which units are asked for when this one computes, in place of those that came next last time."""
-        numbers = {unit.module: number for number, unit in enumerate(self._units)}
-        if module in numbers:
-            self._told_ahead[direction, numbers[module]] = [numbers[other] for other in others if other in numbers]
+        number = self._number_of(module)
+        if number is not None:
+            found = [self._number_of(other) for other in others]
+            self._told_ahead[direction, number] = [
+                part for one in found if one is not None for part in (one, *self._parts.of(one))
+            ]
 
     def names_of(self, module: torch.nn.Module) -> set[str]:
         """The parameters of the unit that a module is, without those of units inside it."""
-        return {name for unit in self._units if unit.module is module for name in unit.params}
+        number = self._number_of(module)
+        numbers = () if number is None else (number, *self._parts.of(number))
+        return {name for one in numbers for name in self._units[one].params}
 
     def start_over(self) -> None:
         """As if a forward or backward that an exception has ended had never begun."""
         self._depth = 0
+        self._running.clear()
         self._unhooked.clear()
         self._in_backward = False
         self.put_all_away()
@@ -146,15 +174,25 @@ class UnitRunner:
             self.shown.show_shards()
 
     def params_of(self, module: torch.nn.Module) -> list[UnitParams]:
-        """Of the unit that a module is, or of all for the root."""
-        found = zip(self._units, self.params, strict=True)
-        return [params for unit, params in found if unit.module is module or self._units[0].module is module]
+        """Of the unit that a module is, with its parts, or of all for the root."""
+        number = self._number_of(module)
+        if number is None:
+            return []
+        return self.params if number == 0 else [self.params[one] for one in (number, *self._parts.of(number))]
+
+    def bring_together(self, module: torch.nn.Module) -> list[UnitParams]:
+        """The same, for whoever brings them without a forward: their parts follow from then on."""
+        number = self._number_of(module)
+        for one in range(len(self._units)) if number == 0 else [] if number is None else [number]:
+            self._parts.follow_all(one)
+        return self.params_of(module)
 
     def run_as_forward(
         self, module: torch.nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Another method of a unit's module, with its parameters here as in forward."""
-        number = next(number for number, unit in enumerate(self._units) if unit.module is module)
+        number = self._number_of(module)
+        assert number is not None
         output = None
         self._before(number)(module, args, kwargs)
         try:
@@ -169,9 +207,14 @@ class UnitRunner:
         for params in self.params:
             params.put_away(lent_too=True)
 
+    def _renewed(self) -> None:
+        self._calls.forget()
+        self.put_all_away()
+
     def whole(self) -> list[str]:
         """The units whose parameters are here, or on their way."""
-        return [params.name for params in self.params if params.is_here or params.is_coming]
+        here = [number for number, params in enumerate(self.params) if params.is_here or params.is_coming]
+        return list(dict.fromkeys(self.params[self._parts.unit_of(number)].name for number in here))
 
     def _announce(self, number: int) -> None:
         """Where ranks have uneven inputs, those without are told of each gather. See :mod:`shardrt.joining`."""
@@ -188,12 +231,13 @@ class UnitRunner:
         self._bring(number)
         self.params[number].put_away(lent_too=True)
 
-    def _may_read(self) -> bool:
-        return self._depth > 0 or torch._C._current_graph_task_id() != -1
+    def _may_read(self, number: int) -> Reader:
+        if self._parts.follow(number, self._running):
+            return "around"
+        return "elsewhere" if self._depth > 0 or torch._C._current_graph_task_id() != -1 else "outside"
 
     def _before(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            del module
             recomputing = torch._C._current_graph_task_id() != -1
             if recomputing and self.shown is not None:
                 self.shown.show_whole()
@@ -204,13 +248,21 @@ class UnitRunner:
                     self._begin_forward()
                 self._order.ran(number)
             self._depth += 1
-            self._bring(number, () if recomputing else self._next_in_forward(number))
+            self._running.append(number)
+            parts = self._parts.of(number)
+            if parts and not self._parts.all_follow(number) and called_by_compiled():
+                self._give_up(number)
+            with_parts = () if module.training or torch.is_grad_enabled() else parts
+            ahead = () if recomputing else self._next_in_forward(number, beyond=bool(with_parts))
+            self._bring(number, ahead, with_parts)
             if torch.is_grad_enabled():
                 if recomputing:
                     self._recomputed.add(number)
                 inputs = differentiable((args, kwargs)) if number else []
                 if inputs:
                     register_multi_grad_hook(inputs, done, mode="all")
+                    if not recomputing:
+                        self._calls.begin(number, inputs)
                 self._hook_outputs()
 
         done = uncompiled(lambda _: self._backward_done(number))
@@ -218,8 +270,10 @@ class UnitRunner:
 
     def _after(self, number: int) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            del module, args
+            del args
             self._depth = max(self._depth - 1, 0)  # a hook before ours may have failed
+            if number in self._running:
+                del self._running[self._running.index(number) :]
             outputs = differentiable(output) if torch.is_grad_enabled() else []
             if outputs:
                 self._unhooked.append((outputs, begins))
@@ -232,6 +286,10 @@ class UnitRunner:
                 return
             if not outputs or number not in self._keeping:
                 self._put_away(number, for_backward=bool(outputs))
+            if not outputs and not module.training:
+                for part in self._parts.of(number):
+                    self._put_away(part)
+            self._order.ended(number)
             if self._depth == 0:
                 if not outputs:
                     self.put_all_away()
@@ -252,7 +310,15 @@ class UnitRunner:
         if (number == 0 and self._depth) or (self._in_backward and not self._backwards):
             self.start_over()
 
+    def _give_up(self, number: int) -> None:
+        """See Note [Parts and compilers]."""
+        self._parts.follow_all(number)
+        for part in self._parts.of(number):
+            for handle in self._handles[part]:
+                handle.remove()
+
     def _begin_forward(self) -> None:
+        self._running.clear()
         self._order.begin()
         if self.shown is not None:
             if self.shown.changed():  # whole parameters that are still here are of before the step
@@ -267,20 +333,26 @@ class UnitRunner:
                 "the block first"
             )
 
-    def _bring(self, number: int, ahead: Sequence[int] = ()) -> None:
+    def _bring(self, number: int, ahead: Sequence[int] = (), parts: Sequence[int] = ()) -> None:
         optimizer = self._optimizer()
+        wanted = list(dict.fromkeys((*self._parts.followed_by(number), *parts)))
         with nullcontext() if optimizer is None else optimizer.telling_peers():
-            self.params[number].start()
+            for one in wanted:
+                self.params[one].start()
             for later in ahead:
-                self.params[later].start()
-            self.params[number].bring()
+                for one in self._parts.followed_by(later):
+                    self.params[one].start()
+            for one in wanted:
+                self.params[one].bring()
 
     def _put_away(self, number: int, *, for_backward: bool = False) -> None:
-        """Unless a backward that goes on has begun with it."""
-        if not any(number in backward.units for backward in list(self._backwards.values())):
-            self._recomputed.discard(number)
+        """Unless a backward that goes on has begun with it, or it goes with another."""
+        if self._parts.follows(number) or any(number in backward.units for backward in list(self._backwards.values())):
+            return
+        for one in self._parts.followed_by(number):
+            self._recomputed.discard(one)
             # Ranks that follow others' gathers have kept nothing nearby.
-            self.params[number].put_away(for_backward=for_backward and not self._is_joined())
+            self.params[one].put_away(for_backward=for_backward and not self._is_joined())
 
     def _backward_begins(self, number: int) -> None:
         self._running_backward().units.add(number)
@@ -289,7 +361,7 @@ class UnitRunner:
             told = self._next_in_backward(number)
         self._bring(number, told or ())
 
-    def _running_backward(self) -> _Backward:
+    def _running_backward(self) -> UnitBackward:
         found = self._backwards.get(torch._C._current_graph_task_id())
         if found is None:
             if torch.is_grad_enabled():
@@ -300,7 +372,7 @@ class UnitRunner:
             optimizer = self._optimizer()
             if optimizer is not None and optimizer.watch is not None:
                 optimizer.watch.notice()
-            found = _Backward(self._backward_ended)
+            found = UnitBackward(self._backward_ended)
             self._backwards[found.task] = found
             self._in_backward = True
             if self.shown is not None:
@@ -309,23 +381,59 @@ class UnitRunner:
 
     def _backward_done(self, number: int) -> None:
         self._running_backward().units.discard(number)
+        self._hand_on_what_is_left(number)
         if number not in self._staying:
             self._put_away(number)
-        if self._prefetch.backward == "post" and ("backward", number) not in self._told_ahead:
-            for later in self._next_in_backward(number):
-                self.params[later].start()
+        if self._prefetch.backward == "post":
+            for later in self._next_in_backward(number, beyond=True):
+                for one in self._parts.followed_by(later):
+                    self.params[one].start()
 
-    def _next_in_forward(self, number: int) -> Sequence[int]:
+    def _hand_on_what_is_left(self, number: int) -> None:
+        """See Note [Missing on some ranks]. What was recomputed, or lent, may get more gradients later."""
+        over = self._calls.end(number) and number not in self._recomputed and len(self._backwards) == 1
+        optimizer = self._optimizer()
+        if over and not self.params[number].is_lent and optimizer is not None and optimizer.watch is not None:
+            optimizer.watch.nothing_more(self._buckets[number])
+
+    def _next_in_forward(self, number: int, *, beyond: bool = False) -> Sequence[int]:
+        """``beyond``: after the unit and all its parts."""
         told = self._told_ahead.get(("forward", number))
         if told is not None:
             return told
-        return self._order.next_forward(self._prefetch.limit) if self._prefetch.forward else ()
+        later: Iterable[int] = self._order.next_forward() if self._prefetch.forward else ()
+        if beyond:
+            later = (one for one in later if self._parts.unit_of(one) != self._parts.unit_of(number))
+        return self._counted("forward", number, later)
 
-    def _next_in_backward(self, number: int) -> Sequence[int]:
-        return self._order.next_backward(number, self._prefetch.limit)
+    def _next_in_backward(self, number: int, *, beyond: bool = False) -> Sequence[int]:
+        """``beyond``: after all that is inside it."""
+        later = self._order.next_backward(number)
+        if beyond:
+            later = (one for one in later if not self._parts.is_inside(one, number))
+        return self._counted("backward", number, later)
+
+    def _counted(self, direction: Direction, number: int, later: Iterable[int]) -> Sequence[int]:
+        """As many as may be asked for ahead; after a unit for which somebody has said it, no more than its own parts.
+
+        What is left of a divided unit is little, and comes with its first part.
+        """
+        found: list[int] = []
+        count = 0
+        unit = self._parts.unit_of(number)
+        for one in later:
+            if count == self._prefetch.limit:
+                break
+            if (direction, unit) in self._told_ahead and self._parts.unit_of(one) != unit:
+                break
+            if self._parts.follows(one):
+                continue
+            found.append(one)
+            count += not self._parts.of(one)
+        return found
 
     def _backward_ended(self, backward: BackwardToken) -> None:
-        assert isinstance(backward, _Backward)
+        assert isinstance(backward, UnitBackward)
         del self._backwards[backward.task]
         if not self._backwards:
             self._in_backward = False
@@ -338,35 +446,3 @@ class UnitRunner:
             return
         for number in backward.units | self._recomputed:
             self._put_away(number)
-
-
-class _Backward(BackwardToken):
-    """A backward, maybe inside another, and the units it has begun with and not finished."""
-
-    def __init__(self, ended: Callable[[BackwardToken], None]) -> None:
-        super().__init__(ended)
-        self.units: set[int] = set()
-
-
-def notice_backward(module: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
-    """Where parameters stay: let the optimizer notice a backward before any that may be inside it."""
-    watching = weakref.ref(optimizer)
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        del module, args
-        outputs = differentiable(output) if torch.is_grad_enabled() else []
-        if outputs:
-            register_multi_grad_hook(outputs, noticed, mode="any")
-
-    def noticed(_: torch.Tensor) -> None:
-        alive = watching()
-        if alive is not None and alive.watch is not None:
-            alive.watch.notice()
-
-    module.register_forward_hook(uncompiled(hook))
-
-
-def _with(reference: weakref.ref[Any], method: Callable[..., None], *args: Any) -> None:
-    alive = reference()
-    if alive is not None:
-        method(alive, *args)

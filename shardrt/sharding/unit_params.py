@@ -20,13 +20,18 @@ hook tells when. So a unit that was gathered for such a reader stays until backw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 
+from shardrt.comm.pieces import piece_mover
 from shardrt.errors import CommunicationError, HandshakeError, StateError
 from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.readers import KeptByModule, is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
+
+Reader = Literal["around", "elsewhere", "outside"]
+"""Who reads what is away: a module around it, see Note [Parts that follow]; another one; or nobody in the module."""
 
 
 class UnitParams(KeptByModule):
@@ -39,13 +44,13 @@ class UnitParams(KeptByModule):
         buffers: Sequence[BucketBuffers],
         communicator: Communicator,
         *,
-        on_read: Callable[[], bool],
+        on_read: Callable[[int], Reader],
         on_gather: Callable[[int], None],
         nearby: Communicator | None = None,
     ) -> None:
         """``names`` are those of all units, of which this is the one with the ``number``.
 
-        ``on_read`` is asked when somebody reads a parameter that is away: whether it may be gathered. ``on_gather`` is
+        ``on_read`` is asked when somebody reads a parameter that is away: where that one is. ``on_gather`` is
         told of each gather right before it. ``nearby`` are the ranks among which it stays between forward and backward.
         """
         self._names = [name or "root" for name in names]
@@ -55,6 +60,7 @@ class UnitParams(KeptByModule):
         """Of the whole parameters."""
         self._buffers = buffers
         self._communicator = communicator
+        self._mover = piece_mover(communicator)
         self._nearby = nearby
         self._near: list[torch.Tensor] | None = None
         self._on_read = on_read
@@ -73,7 +79,7 @@ class UnitParams(KeptByModule):
                 for one in buffers:
                     one.give_back_params()
             watch_reads(self._tensors, self)
-        self._is_lent = False
+        self.is_lent = False
 
     @property
     def is_coming(self) -> bool:
@@ -95,9 +101,14 @@ class UnitParams(KeptByModule):
                 ]
                 return
             self._works = [self._tell_number(self._communicator)] if self._buffers else []
-            for one in self._buffers:
-                one.obtain_params()
-                self._works.append(self._communicator.all_gather(one.params, one.bucket.splits))
+            self._works += [self._gather(one) for one in self._buffers]
+
+    def _gather(self, one: BucketBuffers) -> Work:
+        one.obtain_params()
+        if one.sends_shard:
+            return self._mover.all_gather_from(one.shard, one.params, one.bucket.splits)
+        one.load_own_run()
+        return self._communicator.all_gather(one.params, one.bucket.splits)
 
     def bring(self) -> None:
         """Wait until they are here."""
@@ -138,7 +149,8 @@ class UnitParams(KeptByModule):
                     f"ranks run different units: rank {self._communicator.rank} gathers {self.name!r} while rank "
                     f"{other} gathers {self._names[number]!r}; where parameters are sharded all ranks must run the "
                     "same units in the same order: call the unit on every rank (with a weight of zero where its result "
-                    "is not wanted), leave what only some ranks run out of units=, or use strategy='shard_grad_op'"
+                    "is not wanted), leave what only some ranks run out of units= (and units undivided), or use "
+                    "strategy='shard_grad_op'"
                 )
 
     def put_away(self, *, lent_too: bool = False, for_backward: bool = False) -> None:
@@ -146,9 +158,9 @@ class UnitParams(KeptByModule):
 
         ``for_backward``: they are needed again before they change. See Note [Kept nearby].
         """
-        if self._is_lent and not lent_too:
+        if self.is_lent and not lent_too:
             return
-        self._is_lent = False
+        self.is_lent = False
         if self._works is not None:
             self.bring()
         if not for_backward:
@@ -166,13 +178,14 @@ class UnitParams(KeptByModule):
 
     def read(self) -> None:
         """Somebody reads a parameter that is away."""
-        if not self._on_read():
+        reader = self._on_read(self._number)
+        if reader == "outside":
             raise StateError(
                 f"parameters of unit {self.name!r} are sharded: outside the module's forward and backward no "
                 "rank has them whole; read them inside rt.summon_full_params(module), or take rt.full_state_dict(...)"
             )
         self.bring()
-        self._is_lent = True
+        self.is_lent = self.is_lent or reader == "elsewhere"
 
 
 def _near_splits(numel: int, ranks: int) -> list[int]:

@@ -28,6 +28,8 @@ class Unit:
     module: torch.nn.Module
     params: tuple[str, ...]
     """Their names, seen from the root."""
+    within: str | None = None
+    """The unit that this is a part of, see :mod:`shardrt.sharding.dividing`; None for what the user calls a unit."""
 
 
 def find_units(
@@ -52,7 +54,21 @@ def find_units(
     """
     ignored = {module for given in ignored_modules for module in given.modules()}
     left_out = {*ignored_parameters, *(param for module in ignored for param in module.parameters(recurse=False))}
-    chosen = _chosen(root, units, ignored) - ignored - {root}
+    return units_among(root, _chosen(root, units, ignored) - ignored - {root}, left_out)
+
+
+def units_among(
+    root: torch.nn.Module, chosen: Collection[torch.nn.Module], left_out: Collection[torch.Tensor]
+) -> list[Unit]:
+    """The root and those of the chosen modules that have parameters of their own, which are not left out.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.sharding.units import units_among
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+        >>> [unit.name for unit in units_among(model, {model[1]}, {model[0].bias})]
+        ['', '1']
+    """
     owners = _owners(root, chosen)
     found: dict[str, list[str]] = {"": []}
     modules: dict[str, torch.nn.Module] = {"": root}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shardrt.protocols import Communicator, Group
-from shardrt.testing.conformance import data_checks, declared, order_checks
+from shardrt.testing.conformance import data_checks, declared, order_checks, piece_checks
 from shardrt.testing.conformance.bench import run_check
 from shardrt.testing.functions import import_path
 from shardrt.testing.pool import RankPool
@@ -50,7 +50,9 @@ class BackendConformance:
     name: ClassVar[str] = ""
     """For the table of what is declared unsupported; the class's name by default."""
     world_sizes: ClassVar[tuple[int, ...]] = WORLD_SIZES
-    """Those of 1, 2 and 3 on which the backend runs."""
+    """Those of 1, 2 and 3 on which the backend runs; others for one that needs more ranks."""
+    ways: ClassVar[tuple[str, ...]] = ("direct", "negotiated")
+    """How it is checked. One that lacks nothing, so that nothing is negotiated, may do with ``direct``."""
     process_group: ClassVar[str | None] = "gloo"
     """The process group that ``make`` gets, or None for none."""
     device_type: ClassVar[str] = "cpu"
@@ -76,7 +78,7 @@ class BackendConformance:
             sizes = [size for size in self.world_sizes if size > 1 or alone]
             metafunc.parametrize("world_size", sizes, ids=[f"{size}-ranks" for size in sizes])
         if "via" in metafunc.fixturenames:
-            metafunc.parametrize("via", ["direct", "negotiated"])
+            metafunc.parametrize("via", self.ways)
 
     def test_is_a_communicator(self, ranks: RankPool) -> None:
         """It has the attributes and methods of the protocol."""
@@ -101,6 +103,18 @@ class BackendConformance:
         """Into an output: the buffer stays as it was."""
         options = {"kind": kind, "dtype": "float32", "average": average}
         self._check(ranks, data_checks.reduce_scatter_output, world_size, via, **options)
+
+    @_each_average
+    @_each_kind
+    def test_reduce_scatter_pieces(self, ranks: RankPool, world_size: int, via: str, kind: str, average: bool) -> None:
+        """From pieces that lie apart, which stay as they were."""
+        options = {"kind": kind, "dtype": "float32", "average": average}
+        self._check(ranks, piece_checks.reduce_scatter_pieces, world_size, via, **options)
+
+    @_each_kind
+    def test_all_gather_from(self, ranks: RankPool, world_size: int, via: str, kind: str) -> None:
+        """Of runs that are elsewhere before."""
+        self._check(ranks, piece_checks.all_gather_from, world_size, via, kind=kind, dtype="float32")
 
     @_each_dtype
     def test_all_gather_dtypes(self, ranks: RankPool, world_size: int, via: str, dtype: str) -> None:

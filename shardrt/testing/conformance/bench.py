@@ -11,7 +11,9 @@ import attrs
 
 from shardrt.comm.control import LocalControl, StoreControl
 from shardrt.errors import CapabilityError
+from shardrt.opening import Subgroups, with_opening
 from shardrt.protocols import Communicator, ControlChannel, Group
+from shardrt.registry import load_registry
 from shardrt.testing.functions import resolve
 from shardrt.testing.rendezvous import rank_store
 
@@ -135,7 +137,7 @@ def bench(kit: str, *, via: str, dtypes: Sequence[str], timeout: float, members:
         control=_control(rank, len(world), timeout, process_group),
         process_group=process_group,
     )
-    own = case.make(group)
+    own = case.make(with_opening(group, load_registry(), Subgroups()))
     try:
         comm = own if via == "direct" else _negotiated(own, dtypes)
         yield Bench(

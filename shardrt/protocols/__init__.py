@@ -6,16 +6,21 @@ module can be listed without loading it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 
-from shardrt.plan.params import ITEM_SIZES, ParamSpec
+from shardrt.plan.params import ParamSpec
 from shardrt.plan.partition import Partition
+from shardrt.protocols.storage import FileLayout as FileLayout
+from shardrt.protocols.storage import Place as Place
+from shardrt.protocols.storage import PlaceFile as PlaceFile
+from shardrt.protocols.storage import StateFormat as StateFormat
+from shardrt.protocols.storage import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from shardrt.comm.capabilities import Capabilities
@@ -125,6 +130,43 @@ class Communicator(Protocol):
         ...
 
 
+class PieceMover(Protocol):
+    """Moves buffers that are not in one place. See Note [In pieces] in :mod:`shardrt.comm.pieces`."""
+
+    def reduce_scatter_pieces(
+        self, pieces: Sequence[Tensor], splits: Sequence[int], *, output: Tensor, average: bool = False
+    ) -> Work:
+        """As ``reduce_scatter`` of the pieces laid side by side, which are left as they were.
+
+        Pieces are flat and contiguous, and may be empty. No piece belongs to two runs, and their sizes are the same on
+        all ranks. They must not be touched before the end of ``wait``; nobody holds them after it.
+        """
+        ...
+
+    def all_gather_from(self, own: Tensor, buffer: Tensor, splits: Sequence[int]) -> Work:
+        """As ``all_gather``, with this rank's run taken from ``own``, which is elsewhere; afterwards it is in the
+        buffer too."""
+        ...
+
+
+@runtime_checkable
+class PieceCommunicator(Communicator, PieceMover, Protocol):
+    """A communicator that need not have a buffer in one place. The core does without where a backend does not."""
+
+
+@runtime_checkable
+class SharedAllocator(Protocol):
+    """What a communicator may offer besides: memory that its peers read where it is, without copying it first."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat tensor on the CPU, all zero; None where this communicator has no such memory, or no room for it.
+
+        Operations on it, or on views of it, are faster, with the same results. Ranks need not allocate alike: one may
+        get such memory where another gets None. It goes back to the system with the last tensor that holds it.
+        """
+        ...
+
+
 class StepEngine(Protocol):
     """What a schedule drives: the buckets of one sharded optimizer and the three things to do with each."""
 
@@ -191,134 +233,6 @@ class OverlappingSchedule(Schedule, Protocol):
         ...
 
 
-@attrs.frozen(kw_only=True)
-class TensorSpec:
-    """A tensor as a file format sees it: torch's name of its dtype without ``torch.``, and its shape.
-
-    Example:
-        >>> from shardrt.protocols import TensorSpec
-        >>> TensorSpec(dtype="float32", shape=(2, 3)).nbytes
-        24
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
-
-
-@attrs.frozen(kw_only=True)
-class FileLayout:
-    """One file: the bytes it begins with, and where the bytes of each tensor are.
-
-    A tensor's bytes are raw, little-endian and in row-major order, so that a range of its elements is a range of bytes.
-
-    Example:
-        >>> from shardrt.protocols import FileLayout, TensorSpec
-        >>> spec = TensorSpec(dtype="uint8", shape=(4,))
-        >>> FileLayout(header=b"#", tensors={"t": spec}, offsets={"t": 1}, size=5).range_of("t", 2, 4)
-        (3, 5)
-    """
-
-    header: bytes
-    tensors: Mapping[str, TensorSpec]
-    """In the order of their bytes, which follow the header and one another."""
-    offsets: Mapping[str, int]
-    """Where the bytes of each tensor begin in the file."""
-    size: int
-    """Bytes of the whole file."""
-    metadata: Mapping[str, str] = attrs.field(factory=dict)
-
-    def range_of(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the elements ``[start, stop)`` of a tensor."""
-        item, offset = ITEM_SIZES[self.tensors[name].dtype], self.offsets[name]
-        return offset + start * item, offset + stop * item
-
-
-@runtime_checkable
-class StateFormat(Protocol):
-    """Lays named tensors out in a file. It only lays out: the runtime moves, checks and verifies the bytes.
-
-    Nothing that is found in a file is ever executed, and nothing in a header is believed before it is checked.
-    """
-
-    name: str
-    suffix: str
-    """What the names of its files end in, with the dot."""
-
-    def layout(self, tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
-        """The layout of a file that is going to be written."""
-        ...
-
-    def read_layout(self, read: Callable[[int, int], bytes], size: int) -> FileLayout:
-        """The layout of a file of ``size`` bytes, of which ``read(start, stop)`` gives any.
-
-        Anything malformed (a header longer than the file, ranges that overlap, leave the file or do not fit the shape)
-        is a :class:`~shardrt.errors.CheckpointError` that names the tensor.
-        """
-        ...
-
-
-class PlaceFile(Protocol):
-    """A file that is being written, front to back."""
-
-    def write(self, data: memoryview | bytes, /) -> None:
-        """Append all of it."""
-        ...
-
-    def commit(self) -> None:
-        """Make it durable under its name; nothing is written afterwards."""
-        ...
-
-    def abandon(self) -> None:
-        """Give it up, and remove what can be removed of it. After ``commit`` this does nothing."""
-        ...
-
-
-@runtime_checkable
-class Place(Protocol):
-    """Where checkpoints live: files under one root, by relative paths with forward slashes.
-
-    Errors of the system come as :class:`~shardrt.errors.CheckpointError` with the path, except that a file which is not
-    there is a ``FileNotFoundError``. A path that leaves the root is refused.
-    """
-
-    name: str
-    root: str
-    """For messages: where this is."""
-
-    def create(self, path: str) -> PlaceFile:
-        """Begin a file, with the directories it needs."""
-        ...
-
-    def publish(self, path: str, data: bytes) -> None:
-        """A small file that appears wholly and durably or not at all, in place of what had its name."""
-        ...
-
-    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes ``[start, stop)`` of a file, or to its end; a file that is shorter gives what there is."""
-        ...
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> int:
-        """Fill a buffer of bytes from ``start`` on; returns how many there were."""
-        ...
-
-    def size(self, path: str) -> int:
-        """Bytes of a file."""
-        ...
-
-    def list(self, path: str = "") -> list[str]:
-        """Names in a directory, sorted; directories end in a slash. One that is not there has none."""
-        ...
-
-    def remove(self, path: str) -> None:
-        """Remove a file, or a directory with all that is in it; what is not there needs no removing."""
-        ...
-
-
 @runtime_checkable
 class JoinPolicy(Protocol):
     """What ranks do when some of them have run out of inputs."""
@@ -372,7 +286,8 @@ class ControlChannel(Protocol):
     def exchange(self, topic: str, value: Any, *, timeout: float | None = None, to_all: bool = True) -> list[Any]:
         """Every rank's value, in rank order; an error naming the ranks that did not arrive in time.
 
-        With ``to_all=False`` only the first rank gets the values, and the others None for each.
+        With ``to_all=False`` only the first rank gets the values, and the others None for each. Equal values may be
+        one object: nobody changes what is returned.
         """
         ...
 
@@ -398,6 +313,22 @@ class ControlChannel(Protocol):
 
     def raise_if_peer_failed(self) -> None:
         """Raise :class:`~shardrt.errors.PeerError` if another rank has reported a failure."""
+        ...
+
+
+class OpenAmong(Protocol):
+    """Opens a communicator of another backend, for a backend that is made of others."""
+
+    def __call__(
+        self, groups: Sequence[Sequence[int]], backend: str | Mapping[str, Any], *, recorded: bool = False
+    ) -> Communicator:
+        """The communicator of the group that this rank is in. Every rank calls this at the same point.
+
+        ``groups`` are lists of this group's ranks, in which each of them is once; ranks of the new communicator are
+        places in its list. ``backend`` is a name, or a mapping of a name and options. Whoever opens it closes it.
+        Unless it is to be ``recorded``, its operations are left out of timeline and flight recorder: those of the
+        communicator that is made of it are there already.
+        """
         ...
 
 
@@ -427,3 +358,5 @@ class Group:
     """Where operations and waits are recorded; None while nobody wants to see them."""
     flight: FlightRecorder | None = None
     """Where the last operations are kept for when a wait fails; None on a single rank."""
+    open_among: OpenAmong | None = None
+    """Opens communicators of other backends, among some of these ranks or all; None where nobody offers it."""

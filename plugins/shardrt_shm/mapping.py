@@ -1,0 +1,87 @@
+"""Ranges of a file in memory, as tensors of bytes.
+
+Python's own mmap keeps a file handle for each range and warns about tensors that cannot be written; libc's does
+neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PAGE = mmap.PAGESIZE
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_FAILED = ctypes.c_void_p(-1).value
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+
+def whole_pages(nbytes: int) -> int:
+    """So many bytes, and the rest of the last page.
+
+    Example:
+        >>> from shardrt_shm.mapping import PAGE, whole_pages
+        >>> whole_pages(1) == PAGE, whole_pages(PAGE) == PAGE
+        (True, True)
+    """
+    return -(-nbytes // PAGE) * PAGE
+
+
+def map_range(
+    fd: int, offset: int, length: int, *, writable: bool, then: Callable[[int], Any] | None = None
+) -> torch.Tensor:
+    """A range of a file as a tensor of bytes, which are read and written where they are.
+
+    When the last tensor over it is gone the range is unmapped; ``then`` is called with its address just before.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, offset)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{os.strerror(code)}, mapping {length} bytes of shared memory")
+    whole = (ctypes.c_char * length).from_address(address)
+    # Not at the end of the process: other threads may still be reading then.
+    weakref.finalize(whole, _unmap, os.getpid(), address, length, then).atexit = False
+    with torch.inference_mode(False):
+        return torch.frombuffer(whole, dtype=torch.uint8)
+
+
+def _unmap(owner: int, address: int, length: int, then: Callable[[int], Any] | None) -> None:
+    if os.getpid() == owner and then is not None:  # a forked child gives back nothing of its parent's
+        then(address)
+    _libc.munmap(address, length)
+
+
+def give_back(fd: int, offset: int, length: int) -> None:
+    """Return the memory of a range of a file to the system; the file keeps its size."""
+    _libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, length)
+
+
+def move(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the bytes of a tensor without holes. libc's copy of much memory leaves the target out of the cache, which
+    torch's does not, and so reads and writes a third less.
+
+    Example:
+        >>> import torch
+        >>> from shardrt_shm.mapping import move
+        >>> target = torch.zeros(2)
+        >>> move(target, torch.ones(2))
+        >>> target
+        tensor([1., 1.])
+    """
+    assert target.nbytes == source.nbytes, (target.nbytes, source.nbytes)
+    if target.nbytes:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
