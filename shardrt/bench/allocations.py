@@ -37,14 +37,14 @@ class Allocations:
         >>> from shardrt.bench.allocations import Allocations
         >>> counted = Allocations()
         >>> counted.note([b"C10 alloc 80 bytes, total alloc 99 bytes.", b"C10 deleted 30 bytes, total alloc 69 bytes."])
-        >>> counted.live, counted.peak
-        (50, 80)
+        >>> counted.live, counted.peak, counted.total
+        (50, 80, 80)
     """
 
     def __init__(self, source: IO[bytes] | None = None) -> None:
         self._source = source
         self._rest = b""
-        self._live = self._peak = 0
+        self._live = self._peak = self._total = 0
         self.others: list[bytes] = []
         """Lines that tell of something else."""
 
@@ -54,6 +54,7 @@ class Allocations:
             found = _LINE.search(line)
             if found is not None:
                 self._live += int(found[2]) if found[1] == b"alloc" else -int(found[2])
+                self._total += int(found[2]) if found[1] == b"alloc" else 0
                 self._peak = max(self._peak, self._live)
             elif _UNKNOWN not in line:
                 self.others.append(line)
@@ -69,6 +70,12 @@ class Allocations:
         """The most that was held since the last :meth:`begin`."""
         self._catch_up()
         return self._peak
+
+    @property
+    def total(self) -> int:
+        """All that was handed out so far, whether or not it was given back."""
+        self._catch_up()
+        return self._total
 
     def begin(self) -> int:
         """Forget the peak; what is held now."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import attrs
 
+from shardrt.bench.shapes import SIZES, Shape
 from shardrt.errors import ConfigError
 from shardrt.registry.nearness import did_you_mean
 
@@ -30,26 +31,6 @@ PEERS: Mapping[str, str] = MappingProxyType({DDP: "DDP + AdamW", TORCH_ZERO: "DD
 """Those that every contest has, first: what the others are compared to."""
 WARM_UP_STEPS = 2
 """The first step makes the optimizer's state, and in the second DDP lays out its buckets anew."""
-
-
-@attrs.frozen(kw_only=True)
-class ModelSize:
-    """A shape of the demo's transformer, and how many windows of text each rank takes per step."""
-
-    width: int
-    layers: int
-    heads: int
-    context: int
-    batch: int
-
-
-SIZES: Mapping[str, ModelSize] = MappingProxyType(
-    {
-        "small": ModelSize(width=128, layers=5, heads=4, context=64, batch=4),
-        "40m": ModelSize(width=640, layers=8, heads=10, context=128, batch=2),
-    }
-)
-"""About one million and about forty million parameters."""
 
 
 @attrs.frozen(kw_only=True)
@@ -69,8 +50,20 @@ class ContestSettings:
         for name, value in {"steps": self.steps, "rounds": self.rounds}.items():
             if not _is_count(value, 1):
                 raise ConfigError(f"{name} must be a whole number from 1 up, got {value!r}")
-        if self.size not in SIZES:
-            raise ConfigError(f"unknown size {self.size!r}; sizes: {', '.join(SIZES)}{did_you_mean(self.size, SIZES)}")
+        if self.size not in self.shapes:
+            raise ConfigError(
+                f"unknown size {self.size!r}; sizes: {', '.join(self.shapes)}{did_you_mean(self.size, self.shapes)}"
+            )
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """The models that there are, by size."""
+        return SIZES
+
+    @property
+    def shape(self) -> Shape:
+        """The model to train."""
+        return self.shapes[self.size]
 
     @property
     def contestants(self) -> Mapping[str, str]:
@@ -175,15 +168,15 @@ class ContestReport:
 
     def to_json(self) -> dict[str, Any]:
         """A mapping of plain JSON values; a difference that is not finite becomes null."""
-        size = SIZES[self.settings.size]
+        shape = self.settings.shape
         return {
             **self.settings.to_json(),
             "torch": self.torch,
             "backend": "gloo",
             "threads_per_rank": 1,
             "warm_up_steps": WARM_UP_STEPS,
-            "batch": size.batch,
-            "context": size.context,
+            "batch": shape.batch,
+            "context": shape.context,
             "parameters": self.parameters,
             "parameter_bytes": self.parameter_bytes,
             "minimum_wire_bytes_per_step": self.minimum_wire_bytes,

@@ -17,8 +17,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from shardrt.bench.contest import DDP, SIZES, TORCH_ZERO, WARM_UP_STEPS, ContestSettings
-from shardrt.demo.model import ByteTransformer
+from shardrt.bench.contest import DDP, TORCH_ZERO, WARM_UP_STEPS, ContestSettings
+from shardrt.bench.models import build_model
+from shardrt.bench.updates import UpdateClock, updates_timed
 from shardrt.demo.rank import Report
 from shardrt.demo.text import Corpus, read_corpus
 from shardrt.demo.training import digest_of, largest_difference, state_bytes
@@ -59,9 +60,9 @@ MakeTrainer = Callable[[str, torch.nn.Module, ExitStack], Trainer]
 """From a contestant's name and a fresh model; what is put on the stack is closed when the contestant is done."""
 
 
-def make_peer(name: str, model: torch.nn.Module) -> Trainer:
+def make_peer(name: str, model: torch.nn.Module, *, bucket_mb: float | None = None) -> Trainer:
     """DDP with the plain optimizer, or with torch's ZeRO."""
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     if name == DDP:
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=LR)
         return Trainer(model=ddp, optimizer=optimizer, state_bytes=lambda: state_bytes([optimizer]))
@@ -106,6 +107,15 @@ class Wire:
         return None
 
 
+@attrs.frozen(kw_only=True)
+class StepTimes:
+    """For each step, on this rank."""
+
+    seconds: list[float]
+    updates: list[float]
+    """The part that AdamW updated, in whichever thread."""
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Training:
     """The same training for every contestant."""
@@ -114,30 +124,32 @@ class Training:
     corpus: Corpus
     tell: Callable[[str], None]
     """Called with the contestant's name after each step, so that a rank that is stuck is missed by name."""
+    clock: UpdateClock
 
     def fresh_model(self) -> torch.nn.Module:
         """The same one each time."""
-        size = SIZES[self.settings.size]
         torch.manual_seed(_SEED)
-        return ByteTransformer(width=size.width, layers=size.layers, heads=size.heads, context=size.context)
+        return build_model(self.settings.shape)
 
-    def train(self, name: str, trainer: Trainer, steps: range) -> list[float]:
-        """Seconds of each step; what the last one leaves open is waited for, and counts as its time."""
-        size, rank = SIZES[self.settings.size], int(os.environ["RANK"])
-        seconds = []
+    def train(self, name: str, trainer: Trainer, steps: range) -> StepTimes:
+        """Take steps; what the last one leaves open is waited for, and counts as its time."""
+        shape, rank = self.settings.shape, int(os.environ["RANK"])
+        seconds, updates = [], []
         for step in steps:
-            batch = self.corpus.windows(seed=_SEED, step=step, rank=rank, count=size.batch, length=size.context + 1)
+            batch = self.corpus.windows(seed=_SEED, step=step, rank=rank, count=shape.batch, length=shape.context + 1)
+            updated = self.clock.read()
             started = time.perf_counter()
             loss = trainer.model(batch)
             trainer.backward(loss)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)
+            updates.append(self.clock.read() - updated)
             self.tell(name)
         started = time.perf_counter()
         trainer.settle()
         seconds[-1] += time.perf_counter() - started
-        return seconds
+        return StepTimes(seconds=seconds, updates=updates)
 
 
 @contextmanager
@@ -147,11 +159,13 @@ def training(settings: ContestSettings, report: Report) -> Iterator[Training]:
     dist.init_process_group("gloo")
     done = itertools.count(1)
     try:
-        yield Training(
-            settings=settings,
-            corpus=read_corpus(),
-            tell=lambda name: report({"contestant": name, "done": next(done)}),
-        )
+        with updates_timed() as clock:
+            yield Training(
+                settings=settings,
+                corpus=read_corpus(),
+                tell=lambda name: report({"contestant": name, "done": next(done)}),
+                clock=clock,
+            )
     finally:
         dist.destroy_process_group()
 
@@ -192,10 +206,11 @@ def time_steps(name: str, shared: Training, trainer: Trainer, wire: Wire) -> dic
     shared.train(name, trainer, range(WARM_UP_STEPS))
     with _no_collecting():
         before = wire.count()
-        seconds = shared.train(name, trainer, range(WARM_UP_STEPS, WARM_UP_STEPS + shared.settings.steps))
+        times = shared.train(name, trainer, range(WARM_UP_STEPS, WARM_UP_STEPS + shared.settings.steps))
         after = wire.count()
     return {
-        "step_seconds": seconds,
+        "step_seconds": times.seconds,
+        "update_seconds": times.updates,
         "wire_bytes": None if before is None or after is None else after - before,
         "optimizer_bytes": trainer.state_bytes(),
     }

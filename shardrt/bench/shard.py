@@ -218,7 +218,7 @@ def measure_shard(settings: ShardSettings, *, on_event: OnEvent | None = None, p
     )
 
 
-def combine_shard(name: str, settings: ShardSettings, by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> ShardResult:
+def combine_shard(name: str, settings: ContestSettings, by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> ShardResult:
     """One contestant's runs, by rank and round, as one result."""
     whole = combine(name, settings, by_rank)
     peaks = [[run["peak_bytes"] for run in ranks] for ranks in zip(*by_rank, strict=True)]

@@ -1,6 +1,7 @@
-"""The contestants of ``shardrt bench shard``: how each is built, and how whole parameters are read from it.
+"""The contestants of ``shardrt bench shard`` and ``bench all``: how each is built, and how whole parameters are read
+from it.
 
-Peers are used as they come, without tuning; FSDP's units are the transformer's blocks and the root, which are also what
+Peers are used as they come, without tuning; FSDP's units are the model's blocks and the root, which are also what
 ``rt.shard`` chooses.
 """
 
@@ -14,10 +15,11 @@ import attrs
 import torch
 
 import shardrt
-from shardrt.bench.contest import DDP, SIZES
+from shardrt.bench.contest import PEERS, ContestSettings
 from shardrt.bench.contest_rank import LR, Trainer, make_peer
-from shardrt.bench.shard import DEEPSPEED, FSDP1, FSDP2, OURS, ShardSettings
-from shardrt.demo.model import Block
+from shardrt.bench.models import UNITS
+from shardrt.bench.shard import DEEPSPEED, FSDP1, FSDP2
+from shardrt.bench.ways import ZERO1
 
 Values = dict[str, torch.Tensor]
 
@@ -32,26 +34,37 @@ class ShardTrainer:
     schedule: str = ""
 
 
-def make_trainer(name: str, model: torch.nn.Module, settings: ShardSettings, cleanup: ExitStack) -> ShardTrainer:
-    """A contestant by its name; what is put on the stack is closed when it is done."""
-    if name == DDP:
-        trainer = make_peer(name, model)
-        return ShardTrainer(trainer=trainer, whole=lambda: _copies(model.named_parameters()))
-    if name in OURS:
-        return _ours(name, model, settings, cleanup)
-    if name in FSDP2:
-        return _fsdp2(name, model, settings)
-    if name in FSDP1:
-        return _fsdp1(name, model)
-    assert name in DEEPSPEED
-    return _deepspeed(int(name[-1]), model, settings, cleanup)
+@attrs.frozen(kw_only=True)
+class OurWay:
+    """How a contestant of ours trains."""
 
-
-def _ours(name: str, model: torch.nn.Module, settings: ShardSettings, cleanup: ExitStack) -> ShardTrainer:
-    chosen: dict[str, Any] = {} if settings.schedule is None else {"schedule": settings.schedule}
+    strategy: str
+    """One of ``rt.shard``, or :data:`~shardrt.bench.ways.ZERO1`: ``rt.optimizer``."""
+    schedule: str | None = None
+    """None is the runtime's default."""
     # Gloo by name: a faster backend of ours for one machine would not be a comparison of sharding.
-    rt = cleanup.enter_context(shardrt.Runtime(**chosen, backend="gloo", device="cpu"))
-    sharded, optimizer = rt.shard(model, torch.optim.AdamW, lr=LR, strategy=name)
+    backend: str = "gloo"
+    bucket_mb: float | None = None
+    shard_size: int | None = None
+    """Of hybrid strategies, where it is not the ranks of a host."""
+
+
+def make_ours(way: OurWay, model: torch.nn.Module, cleanup: ExitStack) -> ShardTrainer:
+    """A contestant of ours; what is put on the stack is closed when it is done."""
+    chosen: dict[str, Any] = {} if way.schedule is None else {"schedule": way.schedule}
+    if way.strategy == ZERO1:
+        # Splits every bucket evenly: only then do both directions of a link carry each of them.
+        chosen["partitioner"] = "bucket"
+    rt = cleanup.enter_context(shardrt.Runtime(**chosen, backend=way.backend, bucket_mb=way.bucket_mb, device="cpu"))
+    if way.strategy == ZERO1:
+        ours = rt.optimizer(model.named_parameters(), torch.optim.AdamW, lr=LR)
+        return ShardTrainer(
+            trainer=Trainer(model=model, optimizer=ours, state_bytes=ours.state_bytes, settle=ours.finish),
+            whole=lambda: _copies(model.named_parameters()),
+            schedule=rt.schedule.name,
+        )
+    more: dict[str, Any] = {} if way.shard_size is None else {"shard_size": way.shard_size}
+    sharded, optimizer = rt.shard(model, torch.optim.AdamW, lr=LR, strategy=way.strategy, **more)
 
     def whole() -> Values:
         with rt.summon_full_params(sharded, writeback=False):
@@ -61,7 +74,27 @@ def _ours(name: str, model: torch.nn.Module, settings: ShardSettings, cleanup: E
     return ShardTrainer(trainer=trainer, whole=whole, schedule=rt.schedule.name)
 
 
-def _fsdp2(name: str, model: torch.nn.Module, settings: ShardSettings) -> ShardTrainer:
+def make_peer_trainer(
+    name: str,
+    model: torch.nn.Module,
+    settings: ContestSettings,
+    cleanup: ExitStack,
+    *,
+    bucket_mb: float | None = None,
+) -> ShardTrainer:
+    """A peer by its name; ``bucket_mb`` is for DDP, which alone has buckets to choose."""
+    if name in PEERS:
+        trainer = make_peer(name, model, bucket_mb=bucket_mb)
+        return ShardTrainer(trainer=trainer, whole=lambda: _copies(model.named_parameters()))
+    if name in FSDP2:
+        return _fsdp2(name, model, settings)
+    if name in FSDP1:
+        return _fsdp1(name, model)
+    assert name in DEEPSPEED
+    return _deepspeed(int(name[-1]), model, settings, cleanup)
+
+
+def _fsdp2(name: str, model: torch.nn.Module, settings: ContestSettings) -> ShardTrainer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -69,7 +102,7 @@ def _fsdp2(name: str, model: torch.nn.Module, settings: ShardSettings) -> ShardT
     # None lets it decide for the root, whose parameters it then keeps.
     blocks, root = (True, None) if name == "fsdp2_reshard" else (False, False)
     for module in model.modules():
-        if isinstance(module, Block):
+        if isinstance(module, UNITS):
             fully_shard(module, mesh=mesh, reshard_after_forward=blocks)
     fully_shard(model, mesh=mesh, reshard_after_forward=root)
     return _plain(model)
@@ -84,7 +117,7 @@ def _fsdp1(name: str, model: torch.nn.Module) -> ShardTrainer:
         FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy(set(UNITS)),
             device_id=torch.device("cpu"),  # else it refuses to run without an accelerator
             use_orig_params=True,
         )
@@ -105,8 +138,8 @@ def _plain(model: torch.nn.Module) -> ShardTrainer:
     return ShardTrainer(trainer=trainer, whole=whole)
 
 
-def _deepspeed(stage: int, model: torch.nn.Module, settings: ShardSettings, cleanup: ExitStack) -> ShardTrainer:
-    import deepspeed  # type: ignore[import-not-found,unused-ignore]
+def _deepspeed(stage: int, model: torch.nn.Module, settings: ContestSettings, cleanup: ExitStack) -> ShardTrainer:
+    import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     # Stage 3 puts another function in its place, for everybody.
     cleanup.callback(setattr, torch.nn.functional, "linear", torch.nn.functional.linear)
@@ -115,7 +148,7 @@ def _deepspeed(stage: int, model: torch.nn.Module, settings: ShardSettings, clea
         optimizer=torch.optim.AdamW(model.parameters(), lr=LR),
         dist_init_required=False,
         config={
-            "train_micro_batch_size_per_gpu": SIZES[settings.size].batch,
+            "train_micro_batch_size_per_gpu": settings.shape.batch,
             "zero_optimization": {"stage": stage},
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": 0.0,  # nobody else clips either; its default is 1

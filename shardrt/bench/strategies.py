@@ -26,9 +26,9 @@ from typing import Any
 
 import attrs
 
-from shardrt.bench.contest import SIZES
 from shardrt.bench.link import EmulatedLink, bits_per_second
 from shardrt.bench.overlap import NO_LINK
+from shardrt.bench.shapes import SIZES
 from shardrt.errors import ConfigError
 from shardrt.launch import OnEvent, launch_ranks
 from shardrt.registry import load_registry
@@ -98,6 +98,8 @@ class StrategiesSettings:
     prefetch: str = "pre"
     """Which unit is asked for ahead in backward, see :class:`shardrt.sharding.prefetching.Prefetch`; ``none``: nothing
     ever is."""
+    divide_units: bool = False
+    """Whether large units are gathered layer by layer."""
     link: str = NO_LINK
     """A rate: the ranks are on two hosts with this between them."""
 

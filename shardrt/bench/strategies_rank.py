@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from shardrt.bench.contest import SIZES, WARM_UP_STEPS
+from shardrt.bench.contest import WARM_UP_STEPS
 from shardrt.bench.link import DEVICE
 from shardrt.bench.overlap import NO_LINK
+from shardrt.bench.shapes import SIZES
 from shardrt.bench.strategies import SHARD_SIZE, STRATEGIES, TOKENS, UNSHARDED, StrategiesSettings
 from shardrt.demo.rank import Report, run_rank
 
@@ -132,6 +133,7 @@ class _Counting:
         before = self._begin()
         grouped = STRATEGIES[name].hybrid and self._settings.link == NO_LINK  # with a link the hosts are the groups
         more: dict[str, Any] = {"shard_size": SHARD_SIZE} if grouped else {}
+        more["divide_units"] = self._settings.divide_units
         more["prefetch"] = None if self._settings.prefetch == "none" else self._settings.prefetch
         with ExitStack() as cleanup:
             # Gloo by name: the network device counts what it sends, and nothing of what goes through shared memory.

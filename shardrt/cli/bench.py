@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardrt.cli.collectives import collectives
 from shardrt.cli.contest import contest_options, contest_progress, number_or_blank, show_contest
+from shardrt.cli.full import full
+from shardrt.cli.growth import growth
 from shardrt.cli.link import link
 from shardrt.cli.overlap import overlap
 from shardrt.cli.shard import shard
+from shardrt.cli.simulate import simulate
 from shardrt.cli.state import state
 from shardrt.cli.strategies import strategies
 
@@ -25,9 +29,13 @@ def bench() -> None:
     """Time planning and steps here, and compare."""
 
 
+bench.add_command(growth)
+bench.add_command(full)
+bench.add_command(collectives)
 bench.add_command(link)
 bench.add_command(overlap)
 bench.add_command(shard)
+bench.add_command(simulate)
 bench.add_command(state)
 bench.add_command(strategies)
 

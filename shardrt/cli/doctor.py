@@ -62,7 +62,7 @@ def examine() -> dict[str, Any]:
         >>> from shardrt.cli.doctor import examine
         >>> document = examine()
         >>> document["problem"], [choice["backend"] for choice in document["auto"] if choice["device_type"] == "cpu"]
-        ('', ['null', 'gloo'])
+        ('', ['null', 'shm'])
     """
     from shardrt.demo import diagnosis
 

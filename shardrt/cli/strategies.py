@@ -50,6 +50,7 @@ _PHASES = {"forward": "fwd", "backward": "bwd", "step": "step"}
     type=click.Choice(["pre", "post", "none"]),
     help="Which unit's parameters are asked for ahead of their use; none: two units are never whole at once.",
 )
+@click.option("--divide-units", is_flag=True, help="Gather large units layer by layer.")
 @click.option(
     "--link",
     default="none",
@@ -103,7 +104,7 @@ def show_strategies(report: StrategiesReport, *, memory: bool = True, traffic: b
     console.print(
         f"{report.parameters:,} parameters ({report.parameter_bytes / 1e6:,.2f} MB), AdamW, Gloo on {where}, schedule "
         f"{report.schedule}, partitioner {report.partitioner} where parameters stay whole, prefetch "
-        f"{settings.prefetch}",
+        f"{settings.prefetch}{', large units divided' if settings.divide_units else ''}",
         soft_wrap=True,
         highlight=False,
     )
