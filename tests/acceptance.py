@@ -15,6 +15,7 @@ from rich.table import Table
 import shardrt
 from shardrt.testing import RankPool
 from tests import (
+    acceptance_allocations,
     acceptance_damage,
     acceptance_elastic,
     acceptance_fsdp,
@@ -23,6 +24,7 @@ from tests import (
     acceptance_join,
     acceptance_overlap,
     acceptance_sharding,
+    acceptance_shm,
     acceptance_state,
     acceptance_strategies,
 )
@@ -157,6 +159,8 @@ SECTIONS = {
     "memory": (acceptance_strategies.memory,),
     "traffic": (acceptance_strategies.traffic,),
     "hybrid": (acceptance_strategies.hybrid,),
+    "shm": (acceptance_shm.permissions, acceptance_shm.kills),
+    "allocations": (acceptance_allocations.allocations,),
     "fsdp_api": (acceptance_fsdp.fsdp_api,),
 }
 

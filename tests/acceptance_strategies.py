@@ -23,13 +23,16 @@ def counted() -> StrategiesReport:
 
 
 def memory(pool: RankPool) -> bool:
-    """At most 5 % and one unit above the formulas, at rest and at the peak of a step."""
+    """At most 5 % and one unit above the formulas, at rest and at the peak of a step; where parameters come and go,
+    with units divided."""
     del pool  # the benchmark starts ranks of its own
     show_strategies(counted(), traffic=False)
-    # What asking for the next unit ahead costs: the same without.
-    unhurried = StrategiesSettings(size=SIZE, strategies=("full_shard", "hybrid_shard"), prefetch="none")
-    show_strategies(count_strategies(unhurried, patience=PATIENCE), traffic=False)
-    return counted().memory_within
+    # Units that come and go whole are more than one at a time: the same with these gathered layer by layer.
+    few = StrategiesSettings(size=SIZE, strategies=("full_shard", "hybrid_shard"), divide_units=True)
+    divided = count_strategies(few, patience=PATIENCE)
+    show_strategies(divided, traffic=False)
+    whole = [one for one in counted().results if one.strategy not in few.strategies]
+    return divided.memory_within and all(one.rest_within and one.peak_within for one in whole)
 
 
 def traffic(pool: RankPool) -> bool:

@@ -31,6 +31,7 @@ LAYERS = (
     ("config", "log", "handshake", "timeline", "flight"),
     ("comm",),
     ("optim", "choosing"),
+    ("opening",),
     ("state",),
     ("checkpoint",),
     ("interchange",),

@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-c", "from shardrt.cli import main; main(prog_name='shardrt')")
 
 
-def answer_of(*arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+def answer_of(
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    codes: tuple[int, ...] = (0,),
+    timeout: float = 300,
+) -> dict[str, Any]:
     """The JSON document that a command prints; it must succeed, say nothing else and leave no process."""
     mark = new_mark()
     done = subprocess.run(
@@ -25,10 +30,10 @@ def answer_of(*arguments: str, environment: Mapping[str, str] | None = None) -> 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in codes, done.stdout + done.stderr
     assert done.stderr == ""
     assert wait_for(mark, "", 0, seconds=5) == []
     found: dict[str, Any] = json.loads(done.stdout)

@@ -307,6 +307,13 @@ def in_backward(watch: Watch, step: int, grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
+def _bytes_of(value: Any) -> bytes:
+    """Tensors by their bits; numbers, and whatever a changed manifest put in their place, by what they say."""
+    if isinstance(value, torch.Tensor):
+        return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return repr(value).encode()
+
+
 def digest(model: torch.nn.Module, opt: Any) -> str:
     """Every bit of what this rank knows: model, its share of the optimizer's state, options, random state."""
     found = hashlib.sha256()
@@ -316,9 +323,7 @@ def digest(model: torch.nn.Module, opt: Any) -> str:
     for shard, stepped in opt.owned():
         found.update(repr(shard).encode())
         for key, value in sorted(kept.get(stepped, {}).items()):
-            found.update(
-                key.encode() + torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            found.update(key.encode() + _bytes_of(value))
     options = [{key: value for key, value in group.items() if key != "params"} for group in opt.param_groups]
     found.update(repr(options).encode() + torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()

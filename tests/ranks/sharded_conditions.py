@@ -31,6 +31,32 @@ class Turning(torch.nn.Module):
         return x
 
 
+class Partial(torch.nn.Module):
+    """Blocks of which one rank uses more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = torch.nn.Linear(7, 7)
+        self.blocks = torch.nn.ModuleList(_Optional() for _ in range(5))
+
+    def forward(self, x: torch.Tensor, everything: bool) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x, everything)
+        return x
+
+
+class _Optional(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = torch.nn.Linear(7, 7)
+        self.sometimes = torch.nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor, everything: bool) -> torch.Tensor:
+        y = torch.tanh(self.always(x))
+        return y + self.sometimes(x) if everything else y
+
+
 class InPlace(torch.nn.Module):
     """Units that change their inputs, and return more than tensors."""
 
@@ -90,6 +116,18 @@ def autocast(loop: Loop) -> None:
         loop.step()
 
 
+def partial_gradients(loop: Loop) -> None:
+    """A rank without a gradient that others have hands its bucket on in time: see Note [Missing on some ranks]."""
+    for step in range(4):
+
+        def loss(model: torch.nn.Module, rank: int) -> torch.Tensor:
+            return _loss(model(batch(step, rank), rank == step % 2))  # noqa: B023
+
+        average_backward(loop.twin, lambda rank: loss(loop.twin, rank), loop.rt.world_size)
+        loss(loop.model, loop.rt.rank).backward()
+        loop.step()
+
+
 def turning(loop: Loop) -> None:
     for step, way in enumerate(([0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [1, 1, 3], [0, 1, 2, 3], [2])):
         for model in (loop.model, loop.twin):
@@ -140,6 +178,7 @@ def summoned_gradients(loop: Loop) -> float:
 CONDITIONS: dict[str, tuple[Callable[[Loop], Any], dict[str, Any]]] = {
     "autocast": (autocast, {}),
     "turning": (turning, {"build": Turning}),
+    "gradients on some ranks": (partial_gradients, {"build": Partial}),
     "in place": (plain_steps, {"build": InPlace}),
     "raises": (lambda loop: _broken(loop, ValueError(), on_the_way_back=False), {"build": Breaking}),
     "interrupted": (lambda loop: _broken(loop, Interruption(), on_the_way_back=False), {"build": Breaking}),
@@ -158,9 +197,9 @@ def run_condition(name: str, strategy: str, **runtime: Any) -> dict[str, Any]:
         return {"difference": loop.difference(), "returned": returned}
 
 
-def differing(strategy: str, ways: list[list[int]]) -> dict[str, Any]:
+def differing(strategy: str, ways: list[list[int]], **runtime: Any) -> dict[str, Any]:
     """Each rank goes another way through the model."""
-    with shardrt.Runtime(timeout=20) as rt:
+    with shardrt.Runtime(timeout=20, **runtime) as rt:
         loop = Loop(rt, strategy, build=Turning)
         for step in range(3):
 

@@ -83,6 +83,8 @@ class Loop:
         self.model, self.twin = twins(build)
         self.optimizer_class = options.pop("optimizer_class", torch.optim.AdamW)
         self.defaults = options.pop("defaults", {"lr": 1e-2})
+        if rt.bucket_bytes is not None and rt.bucket_bytes < 1000:  # next to nothing travels together
+            options.setdefault("divide_units", True)
         self.model, self.opt = rt.shard(self.model, self.optimizer_class, strategy=strategy, **options, **self.defaults)
         self.plain = self.optimizer_class([p for p in self.twin.parameters() if p.requires_grad], **self.defaults)
 

@@ -55,7 +55,7 @@ def run_json(*arguments: str) -> dict[str, Any]:
 
 def test_two_ranks_train_like_the_unsharded_run() -> None:
     document = run_json("demo", "--steps", "4", "--batch", "2")
-    assert (document["ranks"], document["steps"], document["backend"]) == (2, 4, "gloo")
+    assert (document["ranks"], document["steps"], document["backend"]) == (2, 4, "shm")
     assert document["largest_parameter_difference"] == 0.0
     assert document["ranks_agree"] is True
     sharded, unsharded = document["sharded"], document["unsharded"]
@@ -76,7 +76,7 @@ def test_two_ranks_train_like_the_unsharded_run() -> None:
 def test_muon_and_adamw_share_a_model() -> None:
     done = run("demo", "--steps", "2", "--batch", "1", "--optimizer", "muon")
     assert done.returncode == 0, done.stderr
-    assert "834,304 parameters, muon, 2 steps on 2 ranks: greedy, gloo, sync" in done.stdout
+    assert "834,304 parameters, muon, 2 steps on 2 ranks: greedy, shm, sync" in done.stdout
     assert "The same training to the last bit, with 48% less optimizer state" in done.stdout
 
 
@@ -154,10 +154,10 @@ def test_doctor_finds_all_well() -> None:
     assert document["ok"] is True
     assert document["problem"] == ""
     smoke = document["smoke"]
-    assert (smoke["ok"], smoke["ranks"], smoke["steps"], smoke["backend"]) == (True, 2, 3, "gloo")
+    assert (smoke["ok"], smoke["ranks"], smoke["steps"], smoke["backend"]) == (True, 2, 3, "shm")
     assert smoke["largest_parameter_difference"] == 0.0
     chosen = {(one["device_type"], one["ranks"]): one["backend"] for one in document["auto"]}
-    assert (chosen["cpu", 1], chosen["cpu", 2]) == ("null", "gloo")
+    assert (chosen["cpu", 1], chosen["cpu", 2]) == ("null", "shm")
     backends = {(one["device_type"], one["name"]): one for one in document["backends"]}
     assert backends["cpu", "gloo"]["available"] is True
     assert all(one["fix"] for one in backends.values() if not one["available"])

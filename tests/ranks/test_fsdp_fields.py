@@ -174,9 +174,9 @@ def precision(interface: str, **options: Any) -> dict[str, str]:
     holder = (model.sharded_tree if isinstance(model, FSDP) else model._sharded()).holder
     reduced: list[str] = []
     wire = holder.wires.shared
-    reduce_scatter = wire.reduce_scatter
-    wire.reduce_scatter = lambda source, *args, **kwargs: (
-        reduced.append(_short(source)) or reduce_scatter(source, *args, **kwargs)
+    reduce_scatter = wire.reduce_scatter_pieces
+    wire.reduce_scatter_pieces = lambda pieces, *args, **kwargs: (
+        reduced.append(_short(pieces[0])) or reduce_scatter(pieces, *args, **kwargs)
     )
     output = model(torch.ones(2, 4))
     output.float().sum().backward()

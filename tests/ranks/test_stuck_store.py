@@ -158,7 +158,13 @@ def test_a_call_that_blocks_for_ever_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "leftovers", [{}, {"1": "old", "2": "old"}, {"2": "old", "missing": '{"missing": [1], "words": []}'}]
+    "leftovers",
+    [
+        {},
+        {"1": "old", "2": "old"},
+        {"1": "old", "proposal/1": '{"number": 7, "word": "old"}', "7/1": ""},
+        {"2": "old", "missing/2": '{"missing": [1], "word": "old"}'},
+    ],
 )
 def test_ranks_meet_whatever_earlier_ones_have_left(leftovers: dict[str, str]) -> None:
     store = dist.HashStore()

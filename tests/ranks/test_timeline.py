@@ -50,7 +50,7 @@ def test_a_run_is_recorded_on_every_rank(ranks: RankPool, tmp_path: Path, schedu
     assert buckets > 1
     assert sorted(path.name for path in run.iterdir()) == ["timeline-rank0.json", "timeline-rank1.json"]
     for recorded in read_timelines([run]):
-        assert recorded.about["schedule"]["name"] == schedule and recorded.about["backend"]["name"] == "gloo"
+        assert recorded.about["schedule"]["name"] == schedule and recorded.about["backend"]["name"] == "shm"
         for lane, name in (("reduce", "reduce_scatter"), ("gather", "all_gather")):
             found = operations(recorded, lane, name)
             assert len(found) == STEPS * buckets

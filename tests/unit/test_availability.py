@@ -9,6 +9,9 @@ import pytest
 
 from shardrt import Availability, BackendRecord
 from shardrt.comm import choose_backend, require_available
+from shardrt.comm.asking import ask_ranks
+from shardrt.comm.availability import backends_to_ask
+from shardrt.comm.control import LocalControl
 from shardrt.errors import BackendUnavailableError
 
 
@@ -100,3 +103,47 @@ def test_auto_lists_every_candidate_when_none_fits() -> None:
 def test_auto_without_any_backend() -> None:
     with pytest.raises(BackendUnavailableError, match="no backend is installed"):
         choose_backend([], "cpu", 1)
+
+
+def together(name: str, priority: int = 50) -> BackendRecord:
+    return record(name, priority=priority, introduce=lambda: name, suits=lambda told: Availability.yes())
+
+
+def test_auto_takes_a_backend_that_all_ranks_find_suitable() -> None:
+    records = [record("gloo"), together("shm")]
+    assert [one.name for one in backends_to_ask(records, "cpu", 2)] == ["shm"]
+    assert backends_to_ask(records, "cpu", 1) == backends_to_ask(records, "cuda", 2) == []
+    yes = choose_backend(records, "cpu", 2, {("cpu", "shm"): Availability.yes()})
+    assert yes[0].name == "shm" and yes[1].endswith("priority 50, before gloo (10)")
+    no = choose_backend(records, "cpu", 2, {("cpu", "shm"): Availability.no("rank 1 says: far", fix="move")})
+    assert no[0].name == "gloo" and no[1].endswith(
+        "the only one that fits; shm unavailable: rank 1 says: far; fix: move"
+    )
+    unasked = choose_backend(records, "cpu", 2)
+    assert unasked[0].name == "shm" and unasked[1].endswith(", if all ranks find that it suits them")
+
+
+def test_whatever_a_plugin_does_when_asked_is_an_answer() -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("no such thing")
+
+    asked = [
+        record("mute", introduce=fail, suits=fail),
+        record("moody", introduce=dict, suits=fail),
+        record("odd", introduce=dict, suits=lambda told: True),
+        record("absent", introduce=dict, suits=fail, probe=never("not here")),
+        together("fine"),
+    ]
+    found = {name: (answer.ok, answer.reason) for (_, name), answer in ask_ranks(asked, LocalControl()).items()}
+    assert found == {
+        "mute": (False, "rank 0 says: rank 0 cannot: its introduce raised OSError: no such thing"),
+        "moody": (False, "rank 0 says: its suits raised OSError: no such thing"),
+        "odd": (False, "rank 0 says: its suits returned True instead of an Availability"),
+        "absent": (False, "rank 0 says: rank 0 cannot: not here"),
+        "fine": (True, ""),
+    }
+
+
+def test_introductions_need_somebody_to_judge_them() -> None:
+    with pytest.raises(ValueError, match="introduce without suits"):
+        record("half", introduce=dict)

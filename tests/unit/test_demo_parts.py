@@ -263,7 +263,7 @@ def test_the_cause_is_found(listener: Listener, logs: list[RankLog], cause: int)
 def test_doctor_without_the_smoke_test() -> None:
     result = run("doctor", "--no-smoke")
     assert result.exit_code == 0
-    assert "auto chose gloo for cpu with 2 ranks" in " ".join(result.stdout.replace("│", " ").split())
+    assert "auto chose shm for cpu with 2 ranks" in " ".join(result.stdout.replace("│", " ").split())
     assert "smoke test: left out" in result.stdout
     document = json.loads(run("doctor", "--no-smoke", "--json").stdout)
     assert (document["ok"], document["smoke"]) == (True, None)
