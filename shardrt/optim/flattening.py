@@ -1,4 +1,4 @@
-"""Many small shards that lie side by side are stepped as one.
+"""Many small shards that lie side by side are stepped as one; large ones piece by piece.
 
 Note [Flat runs]: torch's optimizers spend a dozen operations on each tensor, whatever its size, so a step over
 thousands of small shards is mostly overhead. Shards of a bucket lie side by side, and so do their gradients. Where the
@@ -23,6 +23,8 @@ from typing import Any
 import attrs
 import torch
 
+from shardrt.optim.cutting import CutShard, is_large, may_cut
+
 LONGEST = 1 << 16
 """Elements of a run at most: what the update reads and writes should stay in a processor's cache."""
 
@@ -31,7 +33,8 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class FlatSteps:
-    """Steps an optimizer, with runs of shards joined. See Note [Flat runs]."""
+    """Steps an optimizer, with runs of shards joined, and large ones cut. See Note [Flat runs] and Note [Pieces for the
+    cache]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -50,12 +53,19 @@ class FlatSteps:
         state: State = self._optimizer.state
         stepped = [list(loose) for loose in layout.loose]
         joined = []
+        cut = []
         for run in layout.runs:
             if _may_join(groups[run.group]) and run.join(state):
                 joined.append(run)
                 stepped[run.group].append(run.flat)
             else:
                 stepped[run.group] += run.shards
+        for index, large in layout.large:
+            if may_cut(groups[index]) and large.cut(state):
+                cut.append(large)
+                stepped[index] += large.pieces
+            else:
+                stepped[index].append(large.shard)
         try:
             for group, params in zip(groups, stepped, strict=True):
                 group["params"] = params
@@ -63,6 +73,8 @@ class FlatSteps:
         finally:
             for run in joined:
                 run.part(state)
+            for large in cut:
+                large.join(state)
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
 
@@ -78,11 +90,12 @@ class FlatSteps:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Layout:
-    """What is stepped together: in runs, and by group what is in none."""
+    """What is stepped together: in runs, in pieces (with the number of its group), and by group what is neither."""
 
     shards: list[torch.nn.Parameter]
     places: list[int]
     runs: list[_Run]
+    large: list[tuple[int, CutShard]]
     loose: list[list[torch.nn.Parameter]]
 
 
@@ -91,14 +104,16 @@ def _lay_out(
 ) -> _Layout:
     wanted = set(map(id, shards))
     runs: list[_Run] = []
+    large: list[tuple[int, CutShard]] = []
     loose = []
     for index, group in enumerate(groups):
         chosen = [shard for shard in group if id(shard) in wanted]
         found = [_Run(index, run) for run in _runs(chosen)]
         in_runs = {id(shard) for run in found for shard in run.shards}
         runs += found
-        loose.append([shard for shard in chosen if id(shard) not in in_runs])
-    return _Layout(shards=shards, places=places, runs=runs, loose=loose)
+        large += [(index, CutShard(shard)) for shard in chosen if is_large(shard)]
+        loose.append([shard for shard in chosen if id(shard) not in in_runs and not is_large(shard)])
+    return _Layout(shards=shards, places=places, runs=runs, large=large, loose=loose)
 
 
 def _runs(shards: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
