@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-PIECE = 1 << 18
+PIECE = 1 << 17
 """Elements: with gradient, two kinds of state and what the update computes on its way some megabytes."""
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
