@@ -112,6 +112,7 @@ def allocations(pool: RankPool) -> bool:
     for heading in ("", "schedule", *(f"{n} layers" for n in LAYERS), *(f"beyond, {n}" for n in LAYERS)):
         table.add_column(heading, justify="left" if heading in ("", "schedule") else "right")
     table.add_column("grows, in models", justify="right")
+    table.add_column("by gathering", justify="right")
     table.add_column("none that grow")
     good = True
     culprits = []
@@ -121,13 +122,15 @@ def allocations(pool: RankPool) -> bool:
         share = 1.0 if way == "no_shard" else 1 / RANKS
         beyond = [total - _due(twins[layers]["found"], share) for total, layers in zip(totals, LAYERS, strict=True)]
         grown = (beyond[1] - beyond[0]) / growth
-        none = grown <= LIMIT
+        gathered = _gathered(pool, way, schedule) / growth if way == "full_shard" else 0.0
+        none = grown - gathered <= LIMIT
         good &= none
         table.add_row(
             way,
             schedule,
             *(f"{value:,.0f}" for value in (*totals, *beyond)),
             f"{grown:.3f}",
+            f"{gathered:.3f}" if gathered else "",
             "yes" if none else "NO",
         )
         if not none:
@@ -136,6 +139,14 @@ def allocations(pool: RankPool) -> bool:
     for way, schedule in culprits:
         _show_lines(pool, way, schedule, growth)
     return good
+
+
+def _gathered(pool: RankPool, way: str, schedule: str) -> float:
+    """How much more memory a larger model's whole parameters are given as they come, which they give back as they go:
+    that is what this strategy is. To keep it would be to keep the parameters."""
+    few, many = (_fullest(pool, n, way, schedule, ranks=RANKS, watch=True)["found"] for n in LAYERS)
+    coming = [sum(nbytes for line, nbytes in found.items() if line.endswith(" resize_")) for found in (few, many)]
+    return coming[1] - coming[0]
 
 
 def _due(twin: dict[str, float], share: float) -> float:

@@ -24,9 +24,30 @@ class Chunk:
     numel: int
     pieces: Sequence[torch.Tensor]
 
-    def joined(self) -> torch.Tensor:
-        """The piece itself, or a copy of several side by side."""
-        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(list(self.pieces))
+
+class SideBySide:
+    """Lays small pieces side by side, in memory that stays for the next ones.
+
+    Example:
+        >>> import torch
+        >>> from shardrt_gloo.chunks import SideBySide, cut_into_chunks
+        >>> [chunk] = cut_into_chunks([torch.zeros(2), torch.ones(1)], 10)
+        >>> SideBySide().of(chunk, turn=0, rank=1)
+        tensor([0., 0., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+
+    def of(self, chunk: Chunk, *, turn: int, rank: int) -> torch.Tensor:
+        """The piece itself, or a copy of several. Of one turn and rank there is one at a time."""
+        if len(chunk.pieces) == 1:
+            return chunk.pieces[0]
+        place = (chunk.pieces[0].dtype, turn, rank)
+        kept = self._kept.get(place)
+        if kept is None or kept.numel() < chunk.numel:
+            kept = self._kept[place] = chunk.pieces[0].new_empty(chunk.numel)
+        return torch.cat(list(chunk.pieces), out=kept[: chunk.numel])
 
 
 def cut_into_chunks(pieces: Sequence[torch.Tensor], chunk: int) -> list[Chunk]:

@@ -32,7 +32,7 @@ from shardrt.comm.thread import OperationThread, ThreadedWork
 from shardrt.comm.works import FollowedWork
 from shardrt.errors import ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
-from shardrt_gloo.chunks import cut_into_chunks, even_chunk
+from shardrt_gloo.chunks import SideBySide, cut_into_chunks, even_chunk
 from shardrt_gloo.messages import Message, Messages
 from shardrt_gloo.sums import Sums, in_float32
 
@@ -62,6 +62,7 @@ class GlooCommunicator:
         self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._messages = Messages(group, self.traffic)
         self._sums = Sums(group.rank)
+        self._laid = SideBySide()
         self._last: ThreadedWork | None = None
         self._thread = self._make_thread()
         self._second_thread: OperationThread | None = None
@@ -273,12 +274,16 @@ class GlooCommunicator:
             if step < len(chunks[self.rank]):
                 mine = chunks[self.rank][step]
                 into = result[mine.start : mine.start + mine.numel]
-                own = mine.joined()
+                own = self._laid.of(mine, turn=turn, rank=self.rank)
                 arrivals = [buffer[: mine.numel] for buffer in kept[turn]]
                 if is_apart:
                     arrivals.insert(0, into)
                 receives = list(zip(self._peers, arrivals, strict=True))
-            sends = [(peer, chunks[peer][step].joined()) for peer in self._peers if step < len(chunks[peer])]
+            sends = [
+                (peer, self._laid.of(chunks[peer][step], turn=turn, rank=peer))
+                for peer in self._peers
+                if step < len(chunks[peer])
+            ]
             finish = self._post(operation, sends=sends, receives=receives)
             under_way.append(self._then_combine(finish, arrivals, own, into, op, average))
             if step == 0:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from shardrt import ScheduleRecord, hookimpl
-from shardrt.comm.waiting import start_and_wait
+from shardrt.comm.waiting import has_arrived, start_and_wait
 from shardrt.protocols import Schedule, StepEngine, Work
 
 SHARDRT_HOOK_VERSION = "1.0"
@@ -40,16 +40,29 @@ class PrioritySchedule:
         engine.reduce(bucket)
 
     def step(self, engine: StepEngine) -> None:
-        """Update everything; leave the gathers to whoever reads the parameters."""
+        """Update everything; leave the gathers to whoever reads the parameters.
+
+        What is read first was reduced last, and goes on its way as soon as it is updated. Until its gradients have come
+        the rest is updated, from the end: so the wires have always something to carry.
+        """
         reductions: list[Work] = []
         try:
             reductions.extend(engine.reduce(bucket) for bucket in range(engine.bucket_count))
-            for bucket, reduction in enumerate(reductions):
-                reduction.wait()
-                engine.update([bucket])
+            order = engine.reading_order()
+            left = list(order)
+            for bucket in order:
+                while len(left) > 1 and not has_arrived(reductions[bucket]) and has_arrived(reductions[left[-1]]):
+                    _update(engine, left.pop(), reductions)
+                if bucket in left:
+                    left.remove(bucket)
+                    _update(engine, bucket, reductions)
+                engine.gather_for_readers(bucket)
         except Exception:
             with suppress(Exception):  # the first error is the one that matters, and it is on its way
                 start_and_wait(reductions.__getitem__, range(len(reductions)))
             raise
-        for bucket in engine.reading_order():
-            engine.gather_for_readers(bucket)
+
+
+def _update(engine: StepEngine, bucket: int, reductions: Sequence[Work]) -> None:
+    reductions[bucket].wait()
+    engine.update([bucket])

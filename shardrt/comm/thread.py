@@ -49,6 +49,11 @@ class ThreadedWork:
         """Whether it has ended already, and well."""
         return self._done.is_set() and self.error is None
 
+    @property
+    def arrived(self) -> bool:
+        """Whether it has ended already. See :func:`shardrt.comm.waiting.has_arrived`."""
+        return self._done.is_set()
+
     def wait(self) -> None:
         """See :class:`shardrt.protocols.Work`."""
         if not self._done.is_set():

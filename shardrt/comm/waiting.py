@@ -38,3 +38,16 @@ def start_and_wait(start: Callable[[T], Work], items: Iterable[T]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def has_arrived(work: Work) -> bool:
+    """Whether waiting for an operation would take no time. Works may say so in ``arrived``; one that does not is taken
+    for one that is still under way.
+
+    Example:
+        >>> from shardrt.comm.waiting import has_arrived
+        >>> from shardrt.comm.works import FinishedWork, FollowedWork
+        >>> has_arrived(FollowedWork([FinishedWork()])), has_arrived(object())
+        (True, False)
+    """
+    return getattr(work, "arrived", False) is True

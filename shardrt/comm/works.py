@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from shardrt.comm.waiting import has_arrived
+
 if TYPE_CHECKING:
     from shardrt.comm.scratch import Lease
     from shardrt.protocols import Work
@@ -18,6 +20,8 @@ class FinishedWork:
         >>> from shardrt.comm.works import FinishedWork
         >>> FinishedWork().wait()
     """
+
+    arrived = True
 
     def wait(self) -> None:
         """Return at once."""
@@ -43,6 +47,11 @@ class FollowedWork:
         self._done = False
         self._failure: Exception | None = None
         self._lock = threading.Lock()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether only what follows is left to do. See :func:`shardrt.comm.waiting.has_arrived`."""
+        return all(has_arrived(work) for work in self._works)
 
     def wait(self) -> None:
         """Wait, finish and give the scratch back. Waiting again returns at once, or raises the same failure."""

@@ -67,7 +67,11 @@ class Partitioner(Protocol):
 
 @runtime_checkable
 class Work(Protocol):
-    """An operation under way."""
+    """An operation under way.
+
+    One that knows may also say whether it has ended, in an attribute ``arrived``: see
+    :func:`shardrt.comm.waiting.has_arrived`.
+    """
 
     def wait(self) -> None:
         """Block until done; raise :class:`~shardrt.errors.CommunicationError` on failure or after the timeout.
