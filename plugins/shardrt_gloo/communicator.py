@@ -29,7 +29,7 @@ from shardrt.comm.checks import (
     check_source,
 )
 from shardrt.comm.thread import OperationThread, ThreadedWork
-from shardrt.comm.works import FollowedWork
+from shardrt.comm.works import HandedOverWork
 from shardrt.errors import ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
 from shardrt_gloo.chunks import SideBySide, cut_into_chunks, even_chunk
@@ -193,7 +193,7 @@ class GlooCommunicator:
             finishing.append(self._finisher().submit(described, add_up, record=record, bytes=buffer.nbytes))
 
         posting = self._queue(operation, post, buffer.nbytes)
-        return FollowedWork([posting], then=lambda: finishing[0].wait())
+        return HandedOverWork(posting, finishing)
 
     def _finisher(self) -> OperationThread:
         if self._second_thread is None:

@@ -34,7 +34,7 @@ from shardrt.comm.checks import (
 from shardrt.comm.pieces import piece_mover
 from shardrt.comm.scratch import Lease, ScratchPool
 from shardrt.comm.thread import OperationThread
-from shardrt.comm.works import FollowedWork
+from shardrt.comm.works import HandedOverWork
 from shardrt.errors import CommunicationError
 from shardrt.protocols import Group, ReduceOp, SharedAllocator, Work
 from shardrt_hosts.combining import combined, takes_any_runs
@@ -310,7 +310,7 @@ class HostsCommunicator:
             finishing.append(self._finisher.submit(described, finish, record=self._thread.hand_over()))
 
         first = self._thread.submit(described, run, bytes=nbytes, communicator=self._group.number, number=number)
-        return FollowedWork([first], then=lambda: finishing[0].wait())
+        return HandedOverWork(first, finishing)
 
     def _make_thread(self, suffix: str, abort: Callable[[], None]) -> OperationThread:
         return OperationThread(

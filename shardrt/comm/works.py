@@ -39,8 +39,15 @@ class FollowedWork:
     """
 
     def __init__(
-        self, works: Sequence[Work], *, then: Callable[[], None] | None = None, leases: Sequence[Lease] = ()
+        self,
+        works: Sequence[Work],
+        *,
+        then: Callable[[], None] | None = None,
+        leases: Sequence[Lease] = (),
+        talks: bool = False,
     ) -> None:
+        """``talks``: what follows speaks to other ranks, so that all must wait for their works in one order."""
+        self._talks = talks
         self._works = works
         self._then = then
         self._leases = leases
@@ -50,8 +57,8 @@ class FollowedWork:
 
     @property
     def arrived(self) -> bool:
-        """Whether only what follows is left to do. See :func:`shardrt.comm.waiting.has_arrived`."""
-        return all(has_arrived(work) for work in self._works)
+        """Whether only what this rank does by itself is left. See :func:`shardrt.comm.waiting.has_arrived`."""
+        return self._done or (not self._talks and all(has_arrived(work) for work in self._works))
 
     def wait(self) -> None:
         """Wait, finish and give the scratch back. Waiting again returns at once, or raises the same failure."""
@@ -73,3 +80,32 @@ class FollowedWork:
             # What follows holds views of the caller's buffer and of the scratch: let go of both.
             self._works, self._then, self._leases = (), None, ()
             self._done = True
+
+
+class HandedOverWork:
+    """An operation that another one sees through, which is known when the first has ended.
+
+    Example:
+        >>> from shardrt.comm.works import FinishedWork, HandedOverWork
+        >>> rest = []
+        >>> work = HandedOverWork(FinishedWork(), rest)
+        >>> rest.append(FinishedWork())
+        >>> work.wait()
+        >>> work.arrived
+        True
+    """
+
+    def __init__(self, first: Work, rest: Sequence[Work]) -> None:
+        """The first puts the one that follows into ``rest``."""
+        self._first = first
+        self._rest = rest
+
+    @property
+    def arrived(self) -> bool:
+        """Whether both have ended. See :func:`shardrt.comm.waiting.has_arrived`."""
+        return has_arrived(self._first) and all(has_arrived(work) for work in self._rest)
+
+    def wait(self) -> None:
+        """For the one, then for the other."""
+        self._first.wait()
+        self._rest[0].wait()

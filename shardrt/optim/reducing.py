@@ -73,7 +73,7 @@ class Reductions:
         )
         if by is None and output is buffers.reduced and self.replicas is None:
             return FollowedWork([reducing, told])
-        return FollowedWork([reducing, told], then=partial(self._arrived, at_work, output, by))
+        return self._followed([reducing, told], at_work, output, by)
 
     def _from_pieces(self, at_work: BucketAtWork, *, average: bool, divisor: int | None) -> Work:
         """Where whole gradients go: they are sent from where autograd left them."""
@@ -87,7 +87,13 @@ class Reductions:
         if (output.dtype, output.device) != kind or at_work.accumulated is not None:
             output = torch.empty(output.numel(), dtype=kind[0], device=kind[1])
         reducing = self._pieces.reduce_scatter_pieces(pieces, buffers.bucket.splits, output=output, average=average)
-        return FollowedWork([reducing, told], then=partial(self._arrived, at_work, output, divisor))
+        return self._followed([reducing, told], at_work, output, divisor)
+
+    def _followed(
+        self, works: Sequence[Work], at_work: BucketAtWork, output: torch.Tensor, divisor: int | None
+    ) -> Work:
+        then = partial(self._arrived, at_work, output, divisor)
+        return FollowedWork(works, then=then, talks=self.replicas is not None)
 
     def _arrived(self, at_work: BucketAtWork, output: torch.Tensor, divisor: int | None) -> None:
         buffers = at_work.buffers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,24 @@ def test_scenario(ranks: RankPool, name: str, strategy: str) -> None:
         assert value["difference"] <= 2e-5, value
         if name == "clipping":
             assert value["returned"] < 1e-5
+
+
+def jittered(strategy: str) -> float:
+    """Ranks whose reductions arrive at different moments must still add up replicas in one order."""
+    with shardrt.Runtime(schedule="priority", bucket_mb=0.0005, timeout=20) as rt:
+        loop = Loop(rt, strategy, shard_size=2, divide_units=False)
+        dice = random.Random(rt.rank)
+        for step in range(8):
+            loop.twin_backward(step)
+            loop.backward(step)
+            time.sleep(dice.random() * 0.02)
+            loop.step()
+        return loop.difference()
+
+
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
+def test_replicas_agree_under_priority_whatever_arrives_first(ranks: RankPool, strategy: str) -> None:
+    assert max(ranks.run(jittered, ranks=4, strategy=strategy)) <= 2e-5
 
 
 def save_and_load(path: str, saved: str, loaded: str) -> list[float]:

@@ -27,6 +27,8 @@ class RecordedWork:
     kind: str
     bucket: int
     waited: bool = False
+    arrived: bool = False
+    """What it says if it is asked, see :func:`shardrt.comm.waiting.has_arrived`: by chance, where there are delays."""
 
     def wait(self) -> None:
         """Take a random while on the first call."""
@@ -119,5 +121,6 @@ class RecordingEngine:
         self.pause()
         self.fail_if_told(kind, bucket)
         self.events.append((kind, bucket))
-        self.works.append(RecordedWork(self, kind, bucket))
+        arrived = self.delays is not None and self.delays.random() < 0.5
+        self.works.append(RecordedWork(self, kind, bucket, arrived=arrived))
         return self.works[-1]
