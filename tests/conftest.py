@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import zlib
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,30 +17,39 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests that are crossed over two things a half is always run, in which each value of both occurs; the rest is
-    in the long series. Full sharding, which has most to go wrong, is crossed with everything. Of the doubles only
-    Ascend's is another with three ranks than with two."""
-    seen: dict[tuple[str, str], list[object]] = {}
+    """Of tests of real ranks that are crossed over many things a sample is always run, the same one each time, in which
+    every value of each of them occurs; the rest is in the long series. So it is for backends whose other settings take
+    the whole kit. Of the doubles only Ascend's is another with three ranks than with two."""
+    crossed: dict[str, list[pytest.Function]] = {}
     for item in items:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         doubles = "TestHabanaOnItsDouble" in item.nodeid or "TestNcclOnItsDouble" in item.nodeid
-        if (doubles and "3-ranks" in item.name) or ("tests/ranks" in item.nodeid and _is_other_half(params)):
+        if doubles and "3-ranks" in item.name:
             item.add_marker(pytest.mark.long)
-        elif "name" in params and "strategy" in params and "tests/ranks" in item.nodeid:
-            places = 0
-            for key in ("name", "strategy"):
-                values = seen.setdefault((item.nodeid.partition("[")[0], key), [])
-                if params[key] not in values:
-                    values.append(params[key])
-                places += values.index(params[key])
-            if places % 2 and str(params["strategy"]).lower() != "full_shard":
-                item.add_marker(pytest.mark.long)
+        is_sampled = any(part in item.nodeid for part in _SAMPLED) and item.get_closest_marker("long") is None
+        if is_sampled and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            crossed.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cells in crossed.values():
+        for cell in _beyond_the_sample(cells):
+            cell.add_marker(pytest.mark.long)
 
 
-def _is_other_half(params: Mapping[str, object]) -> bool:
-    schedules = ("sync", "bucket", "interleaved", "priority")
-    if params.get("schedule") in schedules and params.get("way") in ("plain", "ddp"):
-        return (schedules.index(str(params["schedule"])) + (params["way"] == "ddp")) % 2 == 1
-    if params.get("world_size") in (3, 4) and params.get("partitioner") in ("greedy", "flat"):
-        return params["partitioner"] != ("flat" if params["world_size"] == 3 else "greedy")
-    return False
+_SAMPLED = ("tests/ranks/", "TestGlooInSmallChunks", "TestReference", "TestShmInSmallSlots", "TestHosts", "OnItsDouble")
+_ALL_OF = 4
+"""So many cells are no cross worth sampling."""
+_SHARE = 3
+
+
+def _beyond_the_sample(cells: list[pytest.Function]) -> list[pytest.Function]:
+    """A third is run; full sharding, which has most to go wrong, comes first where only some of it can be."""
+    if len(cells) <= _ALL_OF:
+        return []
+    values = {cell: {(key, repr(value)) for key, value in cell.callspec.params.items()} for cell in cells}
+    in_order = sorted(cells, key=lambda cell: ("full_shard" not in cell.name, zlib.crc32(cell.nodeid.encode())))
+    left: list[pytest.Function] = []
+    seen: set[tuple[str, str]] = set()
+    for cell in in_order:
+        if values[cell] <= seen:
+            left.append(cell)
+        seen |= values[cell]
+    wanted = max(_ALL_OF, -(-len(cells) // _SHARE))
+    return left[max(0, wanted - (len(cells) - len(left))) :]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -371,8 +371,9 @@ class BucketEngine:
         return self._gather_communicator
 
     def gradient_counts(self) -> list[int]:
-        """How many gradients fill each bucket."""
-        return [sum(slot.param.tensor.requires_grad for slot in bucket.buffers.slots) for bucket in self._buckets]
+        """How many gradients fill each bucket. One that was frozen a moment ago may be thawed again: a bucket that waits
+        for it in vain is handed on when backward ends."""
+        return [len(bucket.buffers.slots) for bucket in self._buckets]
 
     def remove_hooks(self) -> None:
         """Take the hooks off the parameters."""
@@ -384,9 +385,22 @@ class BucketEngine:
         for index, bucket in enumerate(self._buckets):
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
-                if tensor.requires_grad:
-                    arrived = None if self._watch is None else partial(self._watch.arrived, index, id(tensor))
-                    move = move_gradient_home(bucket, slot, self._adopts, arrived)
+                arrived = None if self._watch is None else partial(self._watch.arrived, index, id(tensor))
+                move = move_gradient_home(bucket, slot, self._adopts, arrived)
+                with _taken_for_thawed(tensor):
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
                     if self._watch is not None:
                         self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _taken_for_thawed(tensor: torch.Tensor) -> Iterator[None]:
+    """Autograd takes hooks only for what is trained; one that was frozen a moment ago may be thawed again."""
+    is_frozen = not tensor.requires_grad
+    if is_frozen:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if is_frozen:
+            tensor.requires_grad_(False)

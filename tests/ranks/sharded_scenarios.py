@@ -7,6 +7,7 @@ whatever else its test looks at.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +217,33 @@ def frozen_and_thawed(loop: Loop) -> None:
         loop.step()
 
 
+class Layers(torch.nn.Module):
+    """Units that freeze one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(7, 7) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def frozen_in_turns(loop: Loop) -> None:
+    """One layer rests after the other, for a step or two; then any of them, by chance."""
+    dice = random.Random(0)
+    turns: list[set[int]] = [{1}, {1}, {3}, set(), set(), {2}, {0}, {0}, {4}, set()]
+    turns += [{layer for layer in range(5) if dice.random() < 0.4} - {dice.randrange(5)} for _ in range(12)]
+    for step, resting in enumerate(turns):
+        for model in (loop.model, loop.twin):
+            for number, block in enumerate(model.blocks):  # type: ignore[arg-type, union-attr]
+                block.requires_grad_(number not in resting)
+        loop.twin_backward(step)
+        loop.backward(step)
+        loop.step()
+
+
 def clipped_and_frozen(loop: Loop) -> float:
     """A block rests for some steps, and what is left is clipped, now and then twice."""
     worst = 0.0
@@ -248,6 +276,7 @@ SCENARIOS: dict[str, tuple[Callable[[Loop], Any], dict[str, Any]]] = {
     "evaluation between": (evaluated_between, {}),
     "several forwards": (several_forwards, {}),
     "frozen and thawed": (frozen_and_thawed, {}),
+    "frozen in turns": (frozen_in_turns, {"build": Layers}),
     "checkpointed": (plain_steps, {"build": lambda: Net("checkpointed")}),
     "checkpointed in pairs": (plain_steps, {"build": lambda: Net("checkpointed in pairs")}),
     "keywords and dataclasses": (plain_steps, {"build": Wrapping}),

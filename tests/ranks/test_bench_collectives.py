@@ -65,6 +65,7 @@ def test_every_backend_does_every_operation_and_absent_ones_are_named() -> None:
     assert {row["wire_limit_ms"] for row in document["results"]} == {None}
 
 
+@pytest.mark.long
 @needs_link
 def test_over_a_link_the_limit_is_told() -> None:
     arguments = ("--link", "400mbit", "--mb", "2", "--rounds", "1", "--backend", "gloo", "--backend", "reference")

@@ -62,6 +62,7 @@ def test_sixty_four_ranks_on_this_machine() -> None:
     assert large < 9 * small
 
 
+@pytest.mark.long
 def test_a_simulation_is_fitted_to_what_was_measured() -> None:
     document = answer_of(
         *("bench", "simulate", "--size", "small", "--world", "2", "--world", "3", "--ranks", "100", "--repeats", "2")

@@ -50,6 +50,13 @@ def test_scenario_where_parameters_stay(ranks: RankPool, name: str, strategy: st
         assert value["difference"] <= TOLERANCE.get(name, 1e-6 if name == "never zeroed" else 0.0), value
 
 
+@pytest.mark.parametrize("schedule", ["bucket", "interleaved", "priority"])
+@pytest.mark.parametrize("strategy", ["shard_optim", "full_shard"])
+def test_layers_freeze_in_turns(ranks: RankPool, strategy: str, schedule: str) -> None:
+    for value in ranks.run(run_scenario, ranks=2, name="frozen in turns", strategy=strategy, schedule=schedule):
+        assert value["difference"] == 0.0, value
+
+
 @pytest.mark.parametrize("schedule", ["bucket", "priority"])
 @pytest.mark.parametrize("strategy", ["shard_optim", "full_shard"])
 def test_clipping_what_is_left_when_some_is_frozen(ranks: RankPool, strategy: str, schedule: str) -> None:
