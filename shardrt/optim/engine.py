@@ -371,8 +371,8 @@ class BucketEngine:
         return self._gather_communicator
 
     def gradient_counts(self) -> list[int]:
-        """How many gradients fill each bucket. One that was frozen a moment ago may be thawed again: a bucket that waits
-        for it in vain is handed on when backward ends."""
+        """How many gradients fill each bucket. One that was frozen a moment ago may be thawed again: a bucket that
+        waits for it in vain is handed on when backward ends."""
         return [len(bucket.buffers.slots) for bucket in self._buckets]
 
     def remove_hooks(self) -> None:
