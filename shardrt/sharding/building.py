@@ -77,6 +77,9 @@ def shard_module(
             raise ConfigError(f"rt.shard takes a torch.nn.Module, got a {type(module).__name__}")
         if module in runners:
             raise ConfigError("this module is sharded already; shard a module once, with all its parameters")
+        for flag, given in {"divide_units": divide_units, "sync_module_states": sync_module_states}.items():
+            if not isinstance(given, bool):
+                raise ConfigError(f"{flag}={given!r} is not possible; give True or False")
         chosen = strategy_called(strategy)
         fields["strategy"] = Field(value=chosen.name, fix="pass the same strategy on every rank")
         ahead = prefetch_from(prefetch)
@@ -92,7 +95,7 @@ def shard_module(
         )
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         fields["units"] = Field(value=[unit.name for unit in found], fix="choose the same units on every rank")
-        fields["divide_units"] = Field(value=bool(divide_units), fix="pass the same divide_units on every rank")
+        fields["divide_units"] = Field(value=divide_units, fix="pass the same divide_units on every rank")
         names = {name for unit in found for name in unit.params}
         named = [(name, param) for name, param in module.named_parameters() if name in names]
         groups_given = named if param_groups is None else grouped(module, named, param_groups)

@@ -39,6 +39,7 @@ from shardrt.optim.followers import call_if_alive
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Communicator
 from shardrt.sharding.dividing import Parts, called_by_compiled
+from shardrt.sharding.first_error import quiet_after_failure
 from shardrt.sharding.outstanding import Outstanding, UnitBackward
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
@@ -297,7 +298,7 @@ class UnitRunner:
                     self.shown.show_shards()
 
         begins = uncompiled(lambda _: self._backward_begins(number))
-        return uncompiled(hook)
+        return uncompiled(quiet_after_failure(hook))
 
     def _hook_outputs(self) -> None:
         """See Note [Out before in]."""

@@ -128,6 +128,7 @@ def refusals() -> list[str]:
             {"units": -3},
             {"units": [torch.nn.Linear(1, 1)]},
             {"prefetch": "sometimes"},
+            {"divide_units": "yes"},
             {"optimizer_class": torch.optim.Muon, "partitioner": "flat"},
         ]
         for call in calls:
@@ -159,6 +160,7 @@ def test_what_cannot_be_is_refused_with_what_can(ranks: RankPool) -> None:
                 "number of parameters from 1 up",
                 "no part of the module",
                 "'pre', 'post', None",
+                "divide_units='yes' is not possible; give True or False",
                 "greedy",
                 "sharded already",
                 "build the whole module first",
