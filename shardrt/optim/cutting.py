@@ -51,7 +51,6 @@ class CutShard:
     def __init__(self, shard: torch.nn.Parameter) -> None:
         self.shard = shard
         self.pieces = [torch.nn.Parameter(piece) for piece in torch.split(shard.detach().view(-1), PIECE)]
-        self._gradient_at = 0
         self._whole: dict[str, Any] = {}
         """The shard's state as it was cut last."""
         self._states: list[dict[str, Any]] = []
@@ -60,7 +59,7 @@ class CutShard:
     def cut(self, state: State) -> bool:
         """Let the pieces stand for the shard in the optimizer's state, if they can in this step."""
         whole = state.get(self.shard)
-        if not whole or not self._cut_gradient() or not self._cut_state(whole):
+        if not whole or not self._cut_state(whole) or not self._cut_gradient():
             return False
         for piece, own in zip(self.pieces, self._states, strict=True):
             state[piece] = dict(own)
@@ -69,6 +68,8 @@ class CutShard:
     def join(self, state: State) -> None:
         """Leave the shard's state as if it had been stepped in one piece."""
         after = [state.pop(piece) for piece in self.pieces]
+        for piece in self.pieces:
+            piece.grad = None  # the gradient may go before the next one comes
         whole = state[self.shard]
         for key in [key for key in whole if key not in after[0]]:
             del whole[key]
@@ -88,10 +89,8 @@ class CutShard:
         gradient = self.shard.grad
         if gradient is None or gradient.dtype != self.shard.dtype or not gradient.is_contiguous():
             return False
-        if gradient.data_ptr() != self._gradient_at:
-            self._gradient_at = gradient.data_ptr()
-            for piece, part in zip(self.pieces, torch.split(gradient.detach().view(-1), PIECE), strict=True):
-                piece.grad = part
+        for piece, part in zip(self.pieces, torch.split(gradient.detach().view(-1), PIECE), strict=True):
+            piece.grad = part
         return True
 
     def _cut_state(self, whole: dict[str, Any]) -> bool:
