@@ -171,31 +171,46 @@ OnProgress = Callable[[Progress], None]
 
 
 def measure_all(
-    settings: FullSettings, *, command: str = "", on_progress: OnProgress | None = None, patience: float = 300.0
+    settings: FullSettings,
+    *,
+    command: str = "",
+    on_progress: OnProgress | None = None,
+    so_far: Callable[[dict[str, Any]], None] | None = None,
+    patience: float = 300.0,
 ) -> dict[str, Any]:
-    """Measure every scenario that is possible here; a scenario that fails is told of, and the others still run."""
+    """Measure every scenario that is possible here; a scenario that fails is told of, and the others still run.
+
+    ``so_far`` gets the document after each scenario: a run that is ended early has not measured in vain.
+    """
     started = time.monotonic()
     plan = plan_run(settings)
-    scenarios = []
+    scenarios: list[dict[str, Any]] = []
+    backends, lacking = backends_here(settings.backends)
+    here = about_here()
+
+    def document() -> dict[str, Any]:
+        return {
+            "kind": DOCUMENT_KIND,
+            **here,
+            "command": command,
+            "date": datetime.datetime.now(tz=datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "size": settings.size,
+            "steps": settings.steps,
+            "rounds": settings.rounds,
+            "backends": list(backends),
+            "backends_missing": lacking,
+            "scenarios": scenarios,
+            "seconds": time.monotonic() - started,
+        }
+
     pace = Pace(minutes=tuple(one.minutes for one in plan))
     for number, planned in enumerate(plan):
         tell = _telling(planned, number, len(plan), pace, started, on_progress)
         tell("starting", 0)
         scenarios.append(_measure(planned, tell, patience))
-    backends, lacking = backends_here(settings.backends)
-    return {
-        "kind": DOCUMENT_KIND,
-        **about_here(),
-        "command": command,
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "size": settings.size,
-        "steps": settings.steps,
-        "rounds": settings.rounds,
-        "backends": list(backends),
-        "backends_missing": lacking,
-        "scenarios": scenarios,
-        "seconds": time.monotonic() - started,
-    }
+        if so_far is not None:
+            so_far(document())
+    return document()
 
 
 DOCUMENT_KIND = "shardrt bench all, 1"

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,12 @@ def _help() -> str:
 )
 @click.option("--everybody", is_flag=True, help="Ask everybody in every scenario; takes hours.")
 @click.option(
-    "--json", "json_to", is_flag=False, flag_value=STANDARD_OUTPUT, metavar="[FILE]", help="Write the document."
+    "--json",
+    "json_to",
+    is_flag=False,
+    flag_value=STANDARD_OUTPUT,
+    metavar="[FILE]",
+    help="Write the document, after each scenario.",
 )
 @click.option("--html", "html_to", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots.")
 @click.option(
@@ -105,9 +111,15 @@ def full(
     else:
         settings = FullSettings(**{key: value for key, value in arguments.items() if value is not None})
         with _progress(quiet=quiet) as on_progress:
-            document = measure_all(settings, command=_command(), on_progress=on_progress, patience=patience)
+            document = measure_all(
+                settings,
+                command=_command(),
+                on_progress=on_progress,
+                so_far=None if json_to in (None, STANDARD_OUTPUT) else partial(_write_json, json_to),
+                patience=patience,
+            )
     if json_to is not None:  # first: what was measured is kept, whatever showing it does
-        _write(json_to, json.dumps(document, indent=2, allow_nan=False) + "\n")
+        _write_json(json_to, document)
     if markdown_to is not None:
         _write(markdown_to, render_markdown(document))
     if html_to is not None:
@@ -137,6 +149,10 @@ def _check_writable(paths: Sequence[Path]) -> None:
             raise ConfigError(
                 f"there is no directory {str(path.absolute().parent)!r} to write {path.name!r} to; make it"
             )
+
+
+def _write_json(to: str, document: Document) -> None:
+    _write(to, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _write(to: str, text: str) -> None:
