@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -114,6 +114,15 @@ def test_sigterm_takes_it_down(system: System) -> None:
     assert (left.value.code, system.namespaces, signal.getsignal(signal.SIGTERM)) == (143, [], before)
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """Shells let what they start in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_second_signal_does_not_stop_the_taking_down() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):
