@@ -3,6 +3,10 @@
 Writing 5 to ``/proc/self/clear_refs`` sets ``VmHWM`` back to what is resident now. Unlike looking now and then in a
 thread, that misses nothing and costs nothing. Freed memory that the allocator keeps is given back first, since using
 it again would not show.
+
+Note [Shared pages]: a rank that reads its peers' shared memory where it is has their pages mapped, and the system
+counts them as resident in each process that does. They are in memory once. So each counts its share of them: what is
+resident of shared memory in the end, less the proportional share (``Pss_Shmem``), is taken off.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import attrs
 
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_SHARES = Path("/proc/self/smaps_rollup")
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -44,13 +49,14 @@ def peak_memory() -> Iterator[Peak]:
     try:
         _CLEAR.write_text("5")
         before = status_bytes(_STATUS.read_text(), "VmRSS")
+        others_before = _others_share()
     except OSError:  # not Linux, or a container that forbids it
         yield peak
         return
     yield peak
     after = status_bytes(_STATUS.read_text(), "VmHWM")
     if before is not None and after is not None:
-        peak.nbytes = max(after - before, 0)
+        peak.nbytes = max((after - _others_share()) - (before - others_before), 0)
 
 
 def status_bytes(status: str, field: str) -> int | None:
@@ -66,6 +72,16 @@ def status_bytes(status: str, field: str) -> int | None:
         if name == field:
             return 1024 * int(value.split()[0])
     return None
+
+
+def _others_share() -> int:
+    """Bytes of shared memory that are counted here and are other processes' part. See Note [Shared pages]."""
+    try:
+        resident = status_bytes(_STATUS.read_text(), "RssShmem")
+        share = status_bytes(_SHARES.read_text(), "Pss_Shmem")
+    except OSError:  # an older kernel
+        return 0
+    return 0 if resident is None or share is None else max(resident - share, 0)
 
 
 def give_back() -> None:

@@ -124,7 +124,8 @@ def _about(report: ShardReport) -> Iterator[str]:
     yield "Time: medians of the slowest rank's steps; ratios: medians of the rounds' ratios, below 1 is faster."
     yield (
         "Peak: the system's high-water mark from before the model is made until the last timed step, above what was "
-        "resident before, on the fullest rank in the best round. Small models drown in what the process itself needs."
+        "resident before, on the fullest rank in the best round; pages that ranks share count in equal parts. "
+        "Small models drown in what the process itself needs."
     )
     yield "State: the optimizer's, on the fullest rank. Wire: per step and rank, as the network device counts."
     yield f"Differs: the largest difference from DDP + AdamW's parameters; alike: at most {TOLERANCE:g}."
