@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
+from shardrt.comm.scratch import Lease, ScratchPool
+
 _SMALL_ELEMENTS = 32 * 1024
 """Pieces below this travel together with their small neighbours."""
 
@@ -25,29 +27,22 @@ class Chunk:
     pieces: Sequence[torch.Tensor]
 
 
-class SideBySide:
-    """Lays small pieces side by side, in memory that stays for the next ones.
+def side_by_side(chunk: Chunk, pool: ScratchPool) -> tuple[torch.Tensor, list[Lease]]:
+    """The piece itself, or a copy of several in scratch, with the lease of it.
 
     Example:
         >>> import torch
-        >>> from shardrt_gloo.chunks import SideBySide, cut_into_chunks
+        >>> from shardrt.comm.scratch import ScratchPool
+        >>> from shardrt_gloo.chunks import cut_into_chunks, side_by_side
         >>> [chunk] = cut_into_chunks([torch.zeros(2), torch.ones(1)], 10)
-        >>> SideBySide().of(chunk, turn=0, rank=1)
-        tensor([0., 0., 1.])
+        >>> laid, leases = side_by_side(chunk, ScratchPool())
+        >>> laid, len(leases)
+        (tensor([0., 0., 1.]), 1)
     """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
-
-    def of(self, chunk: Chunk, *, turn: int, rank: int) -> torch.Tensor:
-        """The piece itself, or a copy of several. Of one turn and rank there is one at a time."""
-        if len(chunk.pieces) == 1:
-            return chunk.pieces[0]
-        place = (chunk.pieces[0].dtype, turn, rank)
-        kept = self._kept.get(place)
-        if kept is None or kept.numel() < chunk.numel:
-            kept = self._kept[place] = chunk.pieces[0].new_empty(chunk.numel)
-        return torch.cat(list(chunk.pieces), out=kept[: chunk.numel])
+    if len(chunk.pieces) == 1:
+        return chunk.pieces[0], []
+    lease = pool.take(chunk.numel, chunk.pieces[0].dtype, chunk.pieces[0].device)
+    return torch.cat(list(chunk.pieces), out=lease.tensor), [lease]
 
 
 def cut_into_chunks(pieces: Sequence[torch.Tensor], chunk: int) -> list[Chunk]:

@@ -5,18 +5,22 @@ Note [Why not Gloo's own collectives]: its reduce-scatter is an all-reduce and a
 padding. Messages with a tag of their own also keep clear of the numbering of Gloo's collectives: another thread may run
 DDP on the same process group meanwhile.
 
-Note [Posted by the caller]: an operation is a generator that stops once, when its first messages are posted. While
-nothing is under way the caller goes that far itself, so that bytes travel while the thread wakes up, which takes as
-long as moving some hundred thousand of them. Posting does not wait for anybody. The thread does the rest, and all of
-it where operations queue up. What fails is raised by ``wait``, wherever it failed.
+Note [Posted ahead]: an operation is a generator that stops once, when its first messages are posted. Those are posted
+while the operation before it is still under way: when that one ends, the next has begun to travel, and the wires do not
+wait for a thread to wake up and add. Whoever comes first posts: the caller, so that bytes travel while the thread wakes
+up, which takes as long as moving some hundred thousand of them, or the thread. Posting does not wait for anybody, and
+happens in the order of the calls. The thread does the rest. What fails is raised by ``wait``, wherever it failed.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from shardrt.comm import Capabilities, Traffic
@@ -28,18 +32,37 @@ from shardrt.comm.checks import (
     check_runs,
     check_source,
 )
+from shardrt.comm.scratch import Lease, ScratchPool
 from shardrt.comm.thread import OperationThread, ThreadedWork
-from shardrt.comm.works import HandedOverWork
-from shardrt.errors import ConfigError
+from shardrt.errors import CommunicationError, ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
-from shardrt_gloo.chunks import SideBySide, cut_into_chunks, even_chunk
+from shardrt_gloo.chunks import cut_into_chunks, even_chunk, side_by_side
 from shardrt_gloo.messages import Message, Messages
 from shardrt_gloo.sums import Sums, in_float32
 
 _SMALL_BYTES = 4096
 """Up to here a message costs its latency, and its size nothing."""
+_AHEAD = 1
+"""Operations whose messages are posted beside those of the one under way."""
 Steps = Iterator[None]
-"""An operation; see Note [Posted by the caller]."""
+"""What an operation does; see Note [Posted ahead]."""
+
+
+@attrs.frozen
+class Call:
+    """An operation of this communicator, as errors and messages name it."""
+
+    operation: str
+    number: int
+
+
+@attrs.define(eq=False)
+class _Posting:
+    """An operation that goes through the thread: the how manieth, and what its first messages ran into."""
+
+    place: int
+    steps: Steps
+    failed: Exception | None = None
 
 
 class GlooCommunicator:
@@ -56,14 +79,16 @@ class GlooCommunicator:
         self.traffic = Traffic()
         self._group = group
         self._issued = 0
-        self._running = 0
+        self._closed = False
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._scratch_bytes = int(chunk_mb * 2**20)
-        self._arrivals: dict[torch.dtype, list[list[torch.Tensor]]] = {}
         self._messages = Messages(group, self.traffic)
         self._sums = Sums(group.rank)
-        self._laid = SideBySide()
-        self._last: ThreadedWork | None = None
+        self._scratch = ScratchPool()
+        self._queued = 0
+        self._ended = 0
+        self._unposted: deque[_Posting] = deque()
+        self._posting = threading.Lock()
         self._thread = self._make_thread()
         self._second_thread: OperationThread | None = None
 
@@ -93,9 +118,10 @@ class GlooCommunicator:
     def _reduce_scatter(
         self, runs: Sequence[Sequence[torch.Tensor]], result: torch.Tensor, average: bool, *, in_output: bool
     ) -> ThreadedWork:
+        call = self._next("reduce_scatter")
         return self._submit(
-            "reduce_scatter",
-            self._reduce_runs("reduce_scatter", runs, result, "sum", average, in_output=in_output),
+            call,
+            self._reduce_runs(call, runs, result, "sum", average, in_output=in_output),
             sum(piece.nbytes for run in runs for piece in run),
         )
 
@@ -103,13 +129,15 @@ class GlooCommunicator:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
         runs = torch.split(buffer, list(splits))
-        return self._submit("all_gather", self._spread_runs("all_gather", runs), buffer.nbytes)
+        call = self._next("all_gather")
+        return self._submit(call, self._spread_runs(call, runs), buffer.nbytes)
 
     def all_gather_from(self, own: torch.Tensor, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone, this rank's from where it is."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank, output=own)
         runs = torch.split(buffer, list(splits))
-        return self._submit("all_gather", self._spread_runs("all_gather", runs, own), buffer.nbytes)
+        call = self._next("all_gather")
+        return self._submit(call, self._spread_runs(call, runs, own), buffer.nbytes)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
@@ -120,10 +148,11 @@ class GlooCommunicator:
     def all_to_all(self, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> ThreadedWork:
         """Exchange pairwise."""
         check_all_to_all(received, sent, self.world_size, self.rank)
+        call = self._next("all_to_all")
 
         def steps() -> Steps:
             finish = self._post(
-                "all_to_all",
+                call,
                 sends=[(peer, sent[peer]) for peer in self._peers],
                 receives=[(peer, received[peer]) for peer in self._peers],
             )
@@ -131,13 +160,14 @@ class GlooCommunicator:
             received[self.rank].copy_(sent[self.rank])
             finish()
 
-        return self._submit("all_to_all", steps(), sum(piece.nbytes for piece in sent))
+        return self._submit(call, steps(), sum(piece.nbytes for piece in sent))
 
     def broadcast(self, buffer: torch.Tensor, source: int) -> ThreadedWork:
         """Down a binomial tree: each round doubles the ranks that have the data."""
         check_flat("broadcast", buffer, self.rank)
         check_source("broadcast", source, self.world_size, self.rank)
-        return self._submit("broadcast", self._broadcast(buffer, source), buffer.nbytes)
+        call = self._next("broadcast")
+        return self._submit(call, self._broadcast(call, buffer, source), buffer.nbytes)
 
     def barrier(self) -> None:
         """An all-reduce of one element."""
@@ -149,51 +179,49 @@ class GlooCommunicator:
 
     def close(self) -> None:
         """End the threads; the process group stays."""
+        self._closed = True
         self._thread.close()
         if self._second_thread is not None:
             self._second_thread.close()
 
     def _all_reduce(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
         if buffer.nbytes <= _SMALL_BYTES and not in_float32(buffer.dtype, op):
-            return self._all_reduce_at_once(operation, buffer, op, average)
+            return self._all_reduce_at_once(self._next(operation), buffer, op, average)
         share, rest = divmod(buffer.numel(), self.world_size)
         runs = torch.split(buffer, [share + (rank < rest) for rank in range(self.world_size)])
 
+        call = self._next(operation)
+
         def steps() -> Steps:
-            yield from self._reduce_runs(operation, [[run] for run in runs], runs[self.rank], op, average)
-            for _ in self._spread_runs(operation, runs):
+            yield from self._reduce_runs(call, [[run] for run in runs], runs[self.rank], op, average)
+            for _ in self._spread_runs(call, runs):
                 pass
 
-        return self._submit(operation, steps(), buffer.nbytes)
+        return self._submit(call, steps(), buffer.nbytes)
 
-    def _all_reduce_at_once(self, operation: str, buffer: torch.Tensor, op: ReduceOp, average: bool) -> Work:
+    def _all_reduce_at_once(self, call: Call, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
         """Everyone sends everything to everyone: one message time instead of two.
 
-        The thread only posts the messages and goes on, so that what is issued next does not wait for them. A second
-        thread sees them through, whether or not anybody waits for the result.
+        The caller posts the messages, so that they wait for nothing that was issued before, and nothing waits for them.
+        A second thread sees them through, whether or not anybody waits for the result.
         """
         mine = buffer.clone()
         arrivals = [torch.empty_like(buffer) for _ in self._peers]
-        finishing: list[Work] = []
 
-        def post() -> None:
+        def steps() -> Steps:
             finish = self._post(
-                operation,
+                call,
                 sends=[(peer, mine) for peer in self._peers],
                 receives=list(zip(self._peers, arrivals, strict=True)),
             )
+            yield
+            finish()
+            if buffer.numel():
+                self._sums.combine(arrivals, mine, buffer, op, average=average)
 
-            def add_up() -> None:
-                finish()
-                if buffer.numel():
-                    self._sums.combine(arrivals, mine, buffer, op, average=average)
-
-            described = f"{operation} (number {self._running} of communicator {self._group.number})"
-            record = self._thread.hand_over()
-            finishing.append(self._finisher().submit(described, add_up, record=record, bytes=buffer.nbytes))
-
-        posting = self._queue(operation, post, buffer.nbytes)
-        return HandedOverWork(posting, finishing)
+        posting = _Posting(0, steps())
+        _post_first(posting)
+        return self._queue(self._finisher(), call, lambda: _finish(posting), buffer.nbytes)
 
     def _finisher(self) -> OperationThread:
         if self._second_thread is None:
@@ -211,42 +239,40 @@ class GlooCommunicator:
             flight=self._group.flight,
         )
 
-    def _submit(self, operation: str, steps: Steps, nbytes: int) -> ThreadedWork:
-        """See Note [Posted by the caller]."""
-        failed: list[Exception] = []
-        if self._last is None or self._last.succeeded:
-            self._running = self._issued + 1
-            try:
-                with torch.inference_mode():  # as in the thread
-                    next(steps, None)
-            except Exception as error:
-                failed.append(error)
+    def _next(self, operation: str) -> Call:
+        if self._closed:
+            raise CommunicationError(f"rank {self.rank}: {operation} on a communicator that was closed")
+        self._issued += 1
+        return Call(operation, self._issued)
+
+    def _submit(self, call: Call, steps: Steps, nbytes: int) -> ThreadedWork:
+        """See Note [Posted ahead]."""
+        posting = _Posting(self._queued, steps)
+        self._queued += 1
+        self._unposted.append(posting)
+        self._post_until(self._ended + _AHEAD)
 
         def rest() -> None:
-            if failed:
-                raise failed[0]
-            for _ in steps:
-                pass
+            try:
+                self._post_until(posting.place + _AHEAD)
+                _finish(posting)
+            finally:
+                self._ended += 1
 
-        return self._queue(operation, rest, nbytes)
+        return self._queue(self._thread, call, rest, nbytes)
 
-    def _queue(self, operation: str, run: Callable[[], None], nbytes: int) -> ThreadedWork:
-        self._issued += 1
-        number = self._issued
+    def _post_until(self, place: int) -> None:
+        with self._posting:
+            while self._unposted and self._unposted[0].place <= place:
+                _post_first(self._unposted.popleft())
 
-        def numbered() -> None:
-            self._running = number
-            run()
-
-        described = f"{operation} (number {number} of communicator {self._group.number})"
-        self._last = self._thread.submit(
-            described, numbered, bytes=nbytes, communicator=self._group.number, number=number
-        )
-        return self._last
+    def _queue(self, thread: OperationThread, call: Call, run: Callable[[], None], nbytes: int) -> ThreadedWork:
+        described = f"{call.operation} (number {call.number} of communicator {self._group.number})"
+        return thread.submit(described, run, bytes=nbytes, communicator=self._group.number, number=call.number)
 
     def _reduce_runs(
         self,
-        operation: str,
+        call: Call,
         runs: Sequence[Sequence[torch.Tensor]],
         result: torch.Tensor,
         op: ReduceOp,
@@ -258,50 +284,38 @@ class GlooCommunicator:
         # The first peer's run may arrive where the sum goes: two ranks then need no memory beside it.
         is_apart = bool(in_output and self._peers) and not in_float32(result.dtype, op)
         count = len(self._peers) - is_apart
-        # Two sets of arrival buffers, each as large as its chunks: the next travels while this one is added up.
-        chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, 2 * count))
+        # The next chunk travels while this one is added up, and ahead of both the first one of the next operation.
+        chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, (2 + _AHEAD) * count))
         chunk = even_chunk(runs, chunk_bytes // result.element_size())
         chunks = [cut_into_chunks(run, chunk) for run in runs]
-        sizes = [max((one.numel for one in chunks[self.rank][turn::2]), default=0) for turn in range(2)]
-        kept = [self._arrival_buffers(result, turn, sizes[turn], count) for turn in range(2)]
         under_way: list[Callable[[], None]] = []
         for step in range(max(map(len, chunks), default=0)):
-            turn = step % 2
             receives: list[Message] = []
+            sends: list[Message] = []
             arrivals: list[torch.Tensor] = []
-            own = result[:0]
-            into = own
+            leases: list[Lease] = []
+            own = into = result[:0]
+            for peer in self._peers:
+                if step < len(chunks[peer]):
+                    laid, leased = side_by_side(chunks[peer][step], self._scratch)
+                    sends.append((peer, laid))
+                    leases += leased
             if step < len(chunks[self.rank]):
                 mine = chunks[self.rank][step]
                 into = result[mine.start : mine.start + mine.numel]
-                own = self._laid.of(mine, turn=turn, rank=self.rank)
-                arrivals = [buffer[: mine.numel] for buffer in kept[turn]]
-                if is_apart:
-                    arrivals.insert(0, into)
+                own, leased = side_by_side(mine, self._scratch)
+                kept = [self._scratch.take(mine.numel, result.dtype, result.device) for _ in range(count)]
+                leases += leased + kept
+                arrivals = [into] * is_apart + [lease.tensor for lease in kept]
                 receives = list(zip(self._peers, arrivals, strict=True))
-            sends = [
-                (peer, self._laid.of(chunks[peer][step], turn=turn, rank=peer))
-                for peer in self._peers
-                if step < len(chunks[peer])
-            ]
-            finish = self._post(operation, sends=sends, receives=receives)
-            under_way.append(self._then_combine(finish, arrivals, own, into, op, average))
+            finish = self._post(call, sends=sends, receives=receives)
+            under_way.append(self._then_combine(finish, arrivals, own, into, op, average, leases))
             if step == 0:
                 yield
             if len(under_way) == 2:
                 under_way.pop(0)()
         for finish in under_way:
             finish()
-
-    def _arrival_buffers(self, like: torch.Tensor, turn: int, needed: int, count: int) -> list[torch.Tensor]:
-        buffers = self._arrivals.setdefault(like.dtype, [[], []])[turn]
-        if not needed:
-            return []
-        if buffers and buffers[0].numel() < needed:
-            buffers.clear()
-        while len(buffers) < count:
-            buffers.append(like.new_empty(max(needed, buffers[0].numel() if buffers else 0)))
-        return buffers[:count]
 
     def _then_combine(
         self,
@@ -311,20 +325,21 @@ class GlooCommunicator:
         result: torch.Tensor,
         op: ReduceOp,
         average: bool,
+        leases: Sequence[Lease],
     ) -> Callable[[], None]:
         def run() -> None:
             finish()
             if own.numel():
                 self._sums.combine(arrivals, own, result, op, average=average)
+            for lease in leases:
+                lease.release()
 
         return run
 
-    def _spread_runs(
-        self, operation: str, runs: Sequence[torch.Tensor], elsewhere: torch.Tensor | None = None
-    ) -> Steps:
+    def _spread_runs(self, call: Call, runs: Sequence[torch.Tensor], elsewhere: torch.Tensor | None = None) -> Steps:
         own = runs[self.rank] if elsewhere is None else elsewhere
         finish = self._post(
-            operation,
+            call,
             sends=[(peer, own) for peer in self._peers],
             receives=[(peer, runs[peer]) for peer in self._peers],
         )
@@ -333,14 +348,14 @@ class GlooCommunicator:
             runs[self.rank].copy_(elsewhere)
         finish()
 
-    def _broadcast(self, buffer: torch.Tensor, source: int) -> Steps:
+    def _broadcast(self, call: Call, buffer: torch.Tensor, source: int) -> Steps:
         relative = (self.rank - source) % self.world_size
         is_first = True
         for distance in _doublings(self.world_size):
             if relative < distance and relative + distance < self.world_size:
-                finish = self._post("broadcast", sends=[((self.rank + distance) % self.world_size, buffer)])
+                finish = self._post(call, sends=[((self.rank + distance) % self.world_size, buffer)])
             elif distance <= relative < 2 * distance:
-                finish = self._post("broadcast", receives=[((self.rank - distance) % self.world_size, buffer)])
+                finish = self._post(call, receives=[((self.rank - distance) % self.world_size, buffer)])
             else:
                 continue
             if is_first:
@@ -349,15 +364,30 @@ class GlooCommunicator:
             finish()
 
     def _post(
-        self, operation: str, *, sends: Sequence[Message] = (), receives: Sequence[Message] = ()
+        self, call: Call, *, sends: Sequence[Message] = (), receives: Sequence[Message] = ()
     ) -> Callable[[], None]:
-        finish = self._messages.post(operation, self._running, sends=sends, receives=receives)
+        finish = self._messages.post(call.operation, call.number, sends=sends, receives=receives)
 
         def finished() -> None:
             finish()
             self._thread.note_progress()
 
         return finished
+
+
+def _post_first(posting: _Posting) -> None:
+    try:
+        with torch.inference_mode():  # as in the thread
+            next(posting.steps, None)
+    except Exception as error:
+        posting.failed = error
+
+
+def _finish(posting: _Posting) -> None:
+    if posting.failed is not None:
+        raise posting.failed
+    for _ in posting.steps:
+        pass
 
 
 def _doublings(limit: int) -> Iterator[int]:
