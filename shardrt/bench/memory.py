@@ -56,7 +56,8 @@ def peak_memory() -> Iterator[Peak]:
     yield peak
     after = status_bytes(_STATUS.read_text(), "VmHWM")
     if before is not None and after is not None:
-        peak.nbytes = max((after - _others_share()) - (before - others_before), 0)
+        # A peer that lets go of pages meanwhile makes this rank's share larger, not what it holds.
+        peak.nbytes = max(after - before - max(_others_share() - others_before, 0), 0)
 
 
 def status_bytes(status: str, field: str) -> int | None:
