@@ -18,30 +18,41 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of tests of real ranks that are crossed over many things a sample is always run, the same one each time, in which
-    every value of each of them occurs; the rest is in the long series. So it is for backends whose other settings take
-    the whole kit. Of the doubles only Ascend's is another with three ranks than with two."""
+    every value of each of them occurs; the rest is in the long series. So it is for the kit of backends. Of the doubles
+    only Ascend's is another with three ranks than with two."""
     crossed: dict[str, list[pytest.Function]] = {}
     for item in items:
         doubles = "TestHabanaOnItsDouble" in item.nodeid or "TestNcclOnItsDouble" in item.nodeid
         if doubles and "3-ranks" in item.name:
             item.add_marker(pytest.mark.long)
-        is_sampled = any(part in item.nodeid for part in _SAMPLED) and item.get_closest_marker("long") is None
+        is_sampled = _share(item) > 1 and item.get_closest_marker("long") is None
         if is_sampled and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             crossed.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cells in crossed.values():
-        for cell in _beyond_the_sample(cells):
+        for cell in _beyond_the_sample(cells, _share(cells[0])):
             cell.add_marker(pytest.mark.long)
 
 
-_SAMPLED = ("tests/ranks/", "TestGlooInSmallChunks", "TestReference", "TestShmInSmallSlots", "TestHosts", "OnItsDouble")
-_ALL_OF = 4
-"""So many cells are no cross worth sampling."""
-_SHARE = 3
+_SHARES = {
+    "TestGlooInSmallChunks": 6,
+    "TestReference": 6,
+    "TestShmInSmallSlots": 6,
+    "TestHosts": 4,
+    "OnItsDouble": 4,
+    "TestGloo::": 3,
+    "tests/ranks/": 4,
+}
+"""Of how many cells one is run."""
+_AT_LEAST = 3
 
 
-def _beyond_the_sample(cells: list[pytest.Function]) -> list[pytest.Function]:
-    """A third is run; full sharding, which has most to go wrong, comes first where only some of it can be."""
-    if len(cells) <= _ALL_OF:
+def _share(item: pytest.Item) -> int:
+    return next((share for part, share in _SHARES.items() if part in item.nodeid), 1)
+
+
+def _beyond_the_sample(cells: list[pytest.Function], share: int) -> list[pytest.Function]:
+    """What is not run; full sharding, which has most to go wrong, comes first where only some of it can be."""
+    if len(cells) <= _AT_LEAST:
         return []
     values = {cell: {(key, repr(value)) for key, value in cell.callspec.params.items()} for cell in cells}
     in_order = sorted(cells, key=lambda cell: ("full_shard" not in cell.name, zlib.crc32(cell.nodeid.encode())))
@@ -51,5 +62,5 @@ def _beyond_the_sample(cells: list[pytest.Function]) -> list[pytest.Function]:
         if values[cell] <= seen:
             left.append(cell)
         seen |= values[cell]
-    wanted = max(_ALL_OF, -(-len(cells) // _SHARE))
+    wanted = max(_AT_LEAST, -(-len(cells) // share))
     return left[max(0, wanted - (len(cells) - len(left))) :]
