@@ -241,7 +241,10 @@ class GlooCommunicator:
 
     def _next(self, operation: str) -> Call:
         if self._closed:
-            raise CommunicationError(f"rank {self.rank}: {operation} on a communicator that was closed")
+            raise CommunicationError(
+                f"rank {self.rank}: {operation} on a communicator that was closed; make a "
+                "new runtime, and with it what is to be trained on"
+            )
         self._issued += 1
         return Call(operation, self._issued)
 

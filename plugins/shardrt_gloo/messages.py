@@ -6,6 +6,7 @@ Note [Receives first]: a large exchange in which both sides post the send first 
 
 from __future__ import annotations
 
+import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -87,13 +88,14 @@ class Messages:
         """Gloo's errors say neither what was going on nor with whom."""
         took = time.monotonic() - began
         what = (
-            f"took longer than {self._group.timeout:g} s; rank {peer} is stuck, or makes other calls than this rank"
+            f"took longer than {self._group.timeout:g} s; rank {peer} is stuck, or makes other calls than this rank, "
+            "or raise Runtime(timeout=...)"
             if took > 0.9 * self._group.timeout
-            else f"failed after {took:.1f} s: {str(error).splitlines()[0]}; see why rank {peer} ended"
+            else f"failed after {took:.1f} s: {_reason(error)}; see why rank {peer} ended"
         )
         failure = CommunicationError(
             f"rank {self._group.rank}: {operation} (number {number} of communicator {self._group.number}) "
-            f"{direction} rank {peer} {what}, or raise Runtime(timeout=...)"
+            f"{direction} rank {peer} {what}"
         )
         failure.ranks = (peer,)
         return failure
@@ -105,3 +107,9 @@ class Messages:
         """
         words = f"{self._group.number}/{number}/{operation}/{tensor.dtype}/{tensor.numel()}"
         return zlib.crc32(words.encode()) & 0x7FFF_FFFF
+
+
+def _reason(error: RuntimeError) -> str:
+    """What Gloo says, without where in its code it says so and what it wishes its reader."""
+    first = str(error).splitlines()[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first).partition("GLHF")[0].strip().rstrip(".")

@@ -118,7 +118,10 @@ class OperationThread:
         the rest of an operation that began on another thread: what :meth:`hand_over` returned there.
         """
         if self._closed:
-            raise CommunicationError(f"rank {self._rank}: {operation} on a communicator that was closed")
+            raise CommunicationError(
+                f"rank {self._rank}: {operation} on a communicator that was closed; make a "
+                "new runtime, and with it what is to be trained on"
+            )
         work = ThreadedWork(self, operation)
         if record is not None:
             work.record = record

@@ -24,8 +24,21 @@ def _kind(kind: StateDictType, config: Any) -> StateKind:
 
 def model_state_dict(tree: ShardedTree, module: torch.nn.Module, settings: StateDictSettings) -> dict[str, Any]:
     """The state of a module of the tree; every rank calls it."""
+    kind = _kind(settings.state_dict_type, settings.state_dict_config)
     with tree.whole():
-        return tree.runtime._made(module, _kind(settings.state_dict_type, settings.state_dict_config))
+        made = tree.runtime._made(module, kind)
+        return made if kind.kind == "full" else {key: _kept_apart(value) for key, value in made.items()}
+
+
+def _kept_apart(state: Any) -> Any:
+    """The same in memory of its own, as scripts of torch's expect: they keep it while training goes on."""
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _kept_apart(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_kept_apart(value) for value in state]
+    return state
 
 
 def load_model(tree: ShardedTree, module: torch.nn.Module, state: Any, *, strict: bool) -> Any:
@@ -44,9 +57,9 @@ def optimizer_state_dict(
 
 def optimizer_state(tree: ShardedTree, optimizer: torch.optim.Optimizer, kind: StateKind) -> dict[str, Any]:
     """The same, in a form of ours."""
-    made = tree.runtime._made(tree.adopted(optimizer), kind)
+    made: dict[str, Any] = tree.runtime._made(tree.adopted(optimizer), kind)
     if kind.kind != "full" or not made:
-        return made
+        return {key: _kept_apart(value) for key, value in made.items()}
     return rekeyed(made, _names(made), by_name=True)
 
 

@@ -93,7 +93,9 @@ def read_groups(
             found.append(param)
         groups.append(NamedGroup(params=tuple(found), options=options))
     if not any(group.params for group in groups):
-        raise ConfigError("the optimizer got an empty parameter list; pass module.named_parameters()")
+        raise ConfigError(
+            "the optimizer got an empty parameter list; pass module.named_parameters() of a module that has parameters"
+        )
     return groups
 
 

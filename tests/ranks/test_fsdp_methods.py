@@ -115,6 +115,39 @@ def test_forms_of_state(ranks: RankPool) -> None:
             assert words in text, found["refused"]
 
 
+def rolled_back(form: str) -> list[bool]:
+    """Whether model and optimizer are again what they were when their state was taken, two steps before."""
+    script = Script(lambda model: wrapped(model))
+    script.backward(0)
+    script.step()
+    model: Any = script.model
+    whole, moments = model.state_dict(), copy.deepcopy(FSDP.optim_state_dict(model, script.opt))
+    with FSDP.state_dict_type(model, FORMS[form][0]):
+        kept, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, script.opt)
+    for step in (1, 2):
+        script.backward(step)
+        script.step()
+    changed = model.state_dict()
+    with FSDP.state_dict_type(model, FORMS[form][0]):
+        model.load_state_dict(kept)
+        script.opt.load_state_dict(FSDP.optim_state_dict_to_load(model, script.opt, of_optimizer))
+    again, moments_again = model.state_dict(), FSDP.optim_state_dict(model, script.opt)
+    return [
+        any(not torch.equal(changed[name], value) for name, value in whole.items()),
+        all(torch.equal(again[name], value) for name, value in whole.items()),
+        all(
+            torch.equal(torch.as_tensor(moments_again["state"][name][key]), torch.as_tensor(value))
+            for name, values in moments["state"].items()
+            for key, value in values.items()
+        ),
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_that_is_kept_stays_what_it_was(ranks: RankPool, form: str) -> None:
+    assert ranks.run(rolled_back, ranks=2, form=form) == [[True, True, True]] * 2
+
+
 def test_offload_to_cpu_moves() -> None:
     """A tensor on the meta device stands for one on a GPU: it cannot be brought, so that trying to is seen."""
     state = ModelState(
