@@ -9,7 +9,8 @@ Note [Posted ahead]: an operation is a generator that stops once, when its first
 while the operation before it is still under way: when that one ends, the next has begun to travel, and the wires do not
 wait for a thread to wake up and add. Whoever comes first posts: the caller, so that bytes travel while the thread wakes
 up, which takes as long as moving some hundred thousand of them, or the thread. Posting does not wait for anybody, and
-happens in the order of the calls. The thread does the rest. What fails is raised by ``wait``, wherever it failed.
+happens in the order of the calls. What needs scratch to receive into is not posted ahead: it would need more of it. The
+thread does the rest. What fails is raised by ``wait``, wherever it failed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class _Posting:
 
     place: int
     steps: Steps
+    needs_scratch: bool = False
     failed: Exception | None = None
 
 
@@ -123,6 +125,7 @@ class GlooCommunicator:
             call,
             self._reduce_runs(call, runs, result, "sum", average, in_output=in_output),
             sum(piece.nbytes for run in runs for piece in run),
+            needs_scratch=self._received_apart(result, "sum", in_output) > 0,
         )
 
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
@@ -197,7 +200,7 @@ class GlooCommunicator:
             for _ in self._spread_runs(call, runs):
                 pass
 
-        return self._submit(call, steps(), buffer.nbytes)
+        return self._submit(call, steps(), buffer.nbytes, needs_scratch=True)
 
     def _all_reduce_at_once(self, call: Call, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
         """Everyone sends everything to everyone: one message time instead of two.
@@ -248,25 +251,29 @@ class GlooCommunicator:
         self._issued += 1
         return Call(operation, self._issued)
 
-    def _submit(self, call: Call, steps: Steps, nbytes: int) -> ThreadedWork:
+    def _submit(self, call: Call, steps: Steps, nbytes: int, *, needs_scratch: bool = False) -> ThreadedWork:
         """See Note [Posted ahead]."""
-        posting = _Posting(self._queued, steps)
+        posting = _Posting(self._queued, steps, needs_scratch)
         self._queued += 1
         self._unposted.append(posting)
-        self._post_until(self._ended + _AHEAD)
+        self._post_first_messages(self._ended)
 
         def rest() -> None:
             try:
-                self._post_until(posting.place + _AHEAD)
+                self._post_first_messages(posting.place)
                 _finish(posting)
             finally:
                 self._ended += 1
 
         return self._queue(self._thread, call, rest, nbytes)
 
-    def _post_until(self, place: int) -> None:
+    def _post_first_messages(self, place: int) -> None:
+        """Of the operation whose turn it is, the one in this place, and of those that may go ahead."""
         with self._posting:
-            while self._unposted and self._unposted[0].place <= place:
+            while self._unposted:
+                first = self._unposted[0]
+                if first.place > place + (0 if first.needs_scratch else _AHEAD):
+                    return
                 _post_first(self._unposted.popleft())
 
     def _queue(self, thread: OperationThread, call: Call, run: Callable[[], None], nbytes: int) -> ThreadedWork:
@@ -284,11 +291,9 @@ class GlooCommunicator:
         in_output: bool = False,
     ) -> Steps:
         """``in_output``: the result shares no memory with the runs, on any rank."""
-        # The first peer's run may arrive where the sum goes: two ranks then need no memory beside it.
-        is_apart = bool(in_output and self._peers) and not in_float32(result.dtype, op)
-        count = len(self._peers) - is_apart
-        # The next chunk travels while this one is added up, and ahead of both the first one of the next operation.
-        chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, (2 + _AHEAD) * count))
+        count = self._received_apart(result, op, in_output)
+        # Two chunks at a time: the next one travels while this one is added up.
+        chunk_bytes = max(_SMALL_BYTES, self._scratch_bytes // max(1, 2 * count))
         chunk = even_chunk(runs, chunk_bytes // result.element_size())
         chunks = [cut_into_chunks(run, chunk) for run in runs]
         under_way: list[Callable[[], None]] = []
@@ -309,7 +314,7 @@ class GlooCommunicator:
                 own, leased = side_by_side(mine, self._scratch)
                 kept = [self._scratch.take(mine.numel, result.dtype, result.device) for _ in range(count)]
                 leases += leased + kept
-                arrivals = [into] * is_apart + [lease.tensor for lease in kept]
+                arrivals = [into] * (len(self._peers) - count) + [lease.tensor for lease in kept]
                 receives = list(zip(self._peers, arrivals, strict=True))
             finish = self._post(call, sends=sends, receives=receives)
             under_way.append(self._then_combine(finish, arrivals, own, into, op, average, leases))
@@ -319,6 +324,12 @@ class GlooCommunicator:
                 under_way.pop(0)()
         for finish in under_way:
             finish()
+
+    def _received_apart(self, result: torch.Tensor, op: ReduceOp, in_output: bool) -> int:
+        """From how many peers a run is received into scratch. The first one's may arrive where the sum goes, so that two
+        ranks need no memory beside it."""
+        is_apart = bool(in_output and self._peers) and not in_float32(result.dtype, op)
+        return len(self._peers) - is_apart
 
     def _then_combine(
         self,
