@@ -326,8 +326,8 @@ class GlooCommunicator:
             finish()
 
     def _received_apart(self, result: torch.Tensor, op: ReduceOp, in_output: bool) -> int:
-        """From how many peers a run is received into scratch. The first one's may arrive where the sum goes, so two ranks
-        need no memory beside it."""
+        """From how many peers a run is received into scratch. The first one's may arrive where the sum goes:
+        two ranks then need no memory beside it."""
         is_apart = bool(in_output and self._peers) and not in_float32(result.dtype, op)
         return len(self._peers) - is_apart
 
