@@ -98,10 +98,10 @@ def killed_at(
 
 
 def kill_one(pool: RankPool, seed: int, ranks: int = 3) -> tuple[int, list[Outcome]]:
-    """A start in which a random rank is killed at a random moment."""
+    """A start in which a random rank is killed at a random moment, from the beginning or while it is at work."""
     dice = random.Random(seed)
     victim, seconds = dice.randrange(ranks), dice.choice([0.02, 0.3, 1.5]) * dice.random()
-    options = {"seconds": seconds, "victim": victim, "dice_seed": seed}
+    options = {"seconds": seconds, "victim": victim, "dice_seed": seed, "after": dice.choice(["start", "operations"])}
     return victim, pool.outcomes(killed_at, ranks=ranks, timeout=90, grace=60, init=None, **options)
 
 
