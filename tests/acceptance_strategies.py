@@ -32,6 +32,12 @@ def memory(pool: RankPool) -> bool:
     divided = count_strategies(few, patience=PATIENCE)
     show_strategies(divided, traffic=False)
     whole = [one for one in counted().results if one.strategy not in few.strategies]
+    above = [one for one in counted().results if one.strategy in few.strategies and not one.peak_within]
+    if above:
+        named = ", ".join(f"{one.strategy} with {one.ranks} ranks" for one in above)
+        print(
+            f"By default, with units whole, above it at the peak: {named}. What is required here is with units divided."
+        )
     return divided.memory_within and all(one.rest_within and one.peak_within for one in whole)
 
 

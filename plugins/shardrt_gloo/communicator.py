@@ -35,7 +35,7 @@ from shardrt.comm.checks import (
 )
 from shardrt.comm.scratch import Lease, ScratchPool
 from shardrt.comm.thread import OperationThread, ThreadedWork
-from shardrt.errors import CommunicationError, ConfigError
+from shardrt.errors import ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
 from shardrt_gloo.chunks import cut_into_chunks, even_chunk, side_by_side
 from shardrt_gloo.messages import Message, Messages
@@ -81,7 +81,6 @@ class GlooCommunicator:
         self.traffic = Traffic()
         self._group = group
         self._issued = 0
-        self._closed = False
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._scratch_bytes = int(chunk_mb * 2**20)
         self._messages = Messages(group, self.traffic)
@@ -182,7 +181,6 @@ class GlooCommunicator:
 
     def close(self) -> None:
         """End the threads; the process group stays."""
-        self._closed = True
         self._thread.close()
         if self._second_thread is not None:
             self._second_thread.close()
@@ -243,11 +241,7 @@ class GlooCommunicator:
         )
 
     def _next(self, operation: str) -> Call:
-        if self._closed:
-            raise CommunicationError(
-                f"rank {self.rank}: {operation} on a communicator that was closed; make a "
-                "new runtime, and with it what is to be trained on"
-            )
+        self._thread.check_open(operation)
         self._issued += 1
         return Call(operation, self._issued)
 

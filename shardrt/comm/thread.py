@@ -117,11 +117,7 @@ class OperationThread:
         The numbers of ``communicator`` and operation tell ranks which operations belong together. ``record`` is for
         the rest of an operation that began on another thread: what :meth:`hand_over` returned there.
         """
-        if self._closed:
-            raise CommunicationError(
-                f"rank {self._rank}: {operation} on a communicator that was closed; make a "
-                "new runtime, and with it what is to be trained on"
-            )
+        self.check_open(operation)
         work = ThreadedWork(self, operation)
         if record is not None:
             work.record = record
@@ -136,6 +132,14 @@ class OperationThread:
             work.details = {**details, **self._timeline.noted()}
         self._queue.put((work, run))
         return work
+
+    def check_open(self, operation: str) -> None:
+        """Refuse an operation once the thread has been told to end."""
+        if self._closed:
+            raise CommunicationError(
+                f"rank {self._rank}: {operation} on a communicator that was closed; make a new runtime, and with it "
+                "what is to be trained"
+            )
 
     def hand_over(self) -> Operation | None:
         """Called from inside an operation that another thread is going to end: what that one is to go on recording."""
