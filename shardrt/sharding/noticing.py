@@ -6,10 +6,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 
 from shardrt.optim.sharded import ShardedOptimizer
-from shardrt.sharding.tensors import differentiable
+from shardrt.sharding.tensors import differentiable, when_gradients_come
 from shardrt.sharding.uncompiled import uncompiled
 
 
@@ -21,7 +20,7 @@ def notice_backward(module: torch.nn.Module, optimizer: ShardedOptimizer) -> Non
         del module, args
         outputs = differentiable(output) if torch.is_grad_enabled() else []
         if outputs:
-            register_multi_grad_hook(outputs, noticed, mode="any")
+            when_gradients_come(outputs, noticed, mode="any")
 
     def noticed(_: torch.Tensor) -> None:
         alive = watching()

@@ -30,7 +30,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.autograd.graph import register_multi_grad_hook
 
 from shardrt.errors import StateError, UnsupportedError
 from shardrt.optim.backward import BackwardToken
@@ -43,7 +42,7 @@ from shardrt.sharding.first_error import quiet_after_failure
 from shardrt.sharding.outstanding import Outstanding, UnitBackward
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
-from shardrt.sharding.tensors import differentiable
+from shardrt.sharding.tensors import differentiable, when_gradients_come
 from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import Reader, UnitParams
 from shardrt.sharding.units import Unit
@@ -261,7 +260,7 @@ class UnitRunner:
                     self._recomputed.add(number)
                 inputs = differentiable((args, kwargs)) if number else []
                 if inputs:
-                    register_multi_grad_hook(inputs, done, mode="all")
+                    when_gradients_come(inputs, done, mode="all")
                     if not recomputing:
                         self._calls.begin(number, inputs)
                 self._hook_outputs()
@@ -303,7 +302,7 @@ class UnitRunner:
     def _hook_outputs(self) -> None:
         """See Note [Out before in]."""
         for outputs, begins in self._unhooked:
-            register_multi_grad_hook(outputs, begins, mode="any")
+            when_gradients_come(outputs, begins, mode="any")
         self._unhooked.clear()
 
     def _clear_up(self, number: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
+
+GradientsMode = Literal["all", "any"]
 
 
 def differentiable(values: Any) -> list[torch.Tensor]:
@@ -22,19 +25,41 @@ def differentiable(values: Any) -> list[torch.Tensor]:
         1
     """
     found: dict[int, torch.Tensor] = {}
-
-    def look(value: Any) -> None:
-        for leaf in pytree.tree_iter(value):
-            if isinstance(leaf, torch.Tensor):
-                if leaf.requires_grad:
-                    found[id(leaf)] = leaf
-            elif _is_dataclass(leaf):
-                look([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
-            elif isinstance(leaf, Mapping):
-                look(list(leaf.values()))
-
-    look(values)
+    _look_for_differentiable(values, found)
     return list(found.values())
+
+
+def _look_for_differentiable(values: Any, found: dict[int, torch.Tensor]) -> None:
+    # No function inside the other: one that calls itself is a cycle, and would keep activations until Python's garbage
+    # is collected.
+    for leaf in pytree.tree_iter(values):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                found[id(leaf)] = leaf
+        elif _is_dataclass(leaf):
+            _look_for_differentiable([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)], found)
+        elif isinstance(leaf, Mapping):
+            _look_for_differentiable(list(leaf.values()), found)
+
+
+def when_gradients_come(tensors: Sequence[torch.Tensor], call: Callable[[Any], None], *, mode: GradientsMode) -> None:
+    """Call something in a backward once: when the gradient of any of these is there, or of all.
+
+    Torch's hook for several tensors is a cycle, which keeps a graph until Python's garbage is collected; most often
+    there is one tensor, and a plain hook does.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.sharding.tensors import when_gradients_come
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> when_gradients_come([x], lambda _: print("here"), mode="all")
+        >>> x.sum().backward()
+        here
+    """
+    if len(tensors) == 1:
+        tensors[0].register_hook(call)
+    else:
+        register_multi_grad_hook(tensors, call, mode=mode)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
