@@ -57,7 +57,7 @@ def when_gradients_come(tensors: Sequence[torch.Tensor], call: Callable[[Any], N
         here
     """
     if len(tensors) == 1:
-        tensors[0].register_hook(call)
+        tensors[0].register_hook(call)  # type: ignore[no-untyped-call]
     else:
         register_multi_grad_hook(tensors, call, mode=mode)
 
