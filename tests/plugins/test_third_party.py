@@ -126,7 +126,10 @@ def test_under_ddp_with_clipping(ranks: RankPool, world_size: int) -> None:
         assert norm_difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("which", ["not 3-ranks and not negotiated", pytest.param("", marks=pytest.mark.long)])
+QUICK = "not 3-ranks and not negotiated and not dtypes and not pieces and not output and not covers_every_element"
+
+
+@pytest.mark.parametrize("which", [QUICK, pytest.param("", marks=pytest.mark.long)], ids=["some", "all"])
 def test_its_own_tests_pass(which: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, str(SOURCE / "tests")],
