@@ -36,14 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _SHARES = {
-    "TestGlooInSmallChunks": 10,
-    "TestReference": 10,
-    "TestShmInSmallSlots": 10,
-    "OnItsDouble": 8,
-    "TestHosts": 6,
-    "tests/ranks/": 6,
-    "TestGloo::": 4,
-    "TestShm::": 4,
+    "TestGlooInSmallChunks": 16,
+    "TestGlooMessages": 12,
+    "TestReference": 16,
+    "TestShmInSmallSlots": 16,
+    "OnItsDouble": 10,
+    "TestHosts": 10,
+    "tests/ranks/": 8,
+    "TestGloo::": 6,
+    "TestShm::": 6,
     "test_fallbacks.py": 3,
     "test_conformance_partitioners.py": 2,
     "test_planning_growth.py": 2,

@@ -25,10 +25,10 @@ def shardrt_backends() -> Iterator[BackendRecord]:
     )
 
 
-def _make(group: Group, *, chunk_mb: float = 8.0) -> Communicator:
-    from shardrt_gloo.communicator import GlooCommunicator
+def _make(group: Group, *, chunk_mb: float = 8.0, connections: str = "own") -> Communicator:
+    from shardrt_gloo.opening import open_communicator
 
-    return GlooCommunicator(group, chunk_mb=chunk_mb)
+    return open_communicator(group, chunk_mb=chunk_mb, connections=connections)
 
 
 def _probe() -> Availability:

@@ -1,4 +1,4 @@
-"""Collectives made of point-to-point messages.
+"""Collectives made of point-to-point messages: the ways that all kinds of messages share, and Gloo's own messages.
 
 Note [Why not Gloo's own collectives]: its reduce-scatter is an all-reduce and a copy, and its exchanges run half duplex
 (Note [Receives first]). Here each byte travels once, in both directions at once, and runs may be uneven without
@@ -38,7 +38,7 @@ from shardrt.comm.thread import OperationThread, ThreadedWork
 from shardrt.errors import ConfigError
 from shardrt.protocols import Group, ReduceOp, Work
 from shardrt_gloo.chunks import cut_into_chunks, even_chunk, side_by_side
-from shardrt_gloo.messages import Message, Messages
+from shardrt_gloo.messages import Message, Messages, Posts
 from shardrt_gloo.sums import Sums, in_float32
 
 _SMALL_BYTES = 4096
@@ -58,12 +58,14 @@ class Call:
 
 
 @attrs.define(eq=False)
-class _Posting:
+class Posting:
     """An operation that goes through the thread: the how manieth, and what its first messages ran into."""
 
     place: int
     steps: Steps
     needs_scratch: bool = False
+    whole: bool = True
+    """Whether its first messages are all that it sends and receives."""
     failed: Exception | None = None
 
 
@@ -83,12 +85,14 @@ class GlooCommunicator:
         self._issued = 0
         self._peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._scratch_bytes = int(chunk_mb * 2**20)
-        self._messages = Messages(group, self.traffic)
+        self._messages: Posts = Messages(group, self.traffic)
+        self._small_messages: Posts = self._messages
+        """Of small all-reduces, which keep no order with the others."""
         self._sums = Sums(group.rank)
         self._scratch = ScratchPool()
         self._queued = 0
         self._ended = 0
-        self._unposted: deque[_Posting] = deque()
+        self._unposted: deque[Posting] = deque()
         self._posting = threading.Lock()
         self._thread = self._make_thread()
         self._second_thread: OperationThread | None = None
@@ -169,7 +173,7 @@ class GlooCommunicator:
         check_flat("broadcast", buffer, self.rank)
         check_source("broadcast", source, self.world_size, self.rank)
         call = self._next("broadcast")
-        return self._submit(call, self._broadcast(call, buffer, source), buffer.nbytes)
+        return self._submit(call, self._broadcast(call, buffer, source), buffer.nbytes, whole=False)
 
     def barrier(self) -> None:
         """An all-reduce of one element."""
@@ -198,7 +202,7 @@ class GlooCommunicator:
             for _ in self._spread_runs(call, runs):
                 pass
 
-        return self._submit(call, steps(), buffer.nbytes, needs_scratch=True)
+        return self._submit(call, steps(), buffer.nbytes, needs_scratch=True, whole=False)
 
     def _all_reduce_at_once(self, call: Call, buffer: torch.Tensor, op: ReduceOp, average: bool) -> ThreadedWork:
         """Everyone sends everything to everyone: one message time instead of two.
@@ -210,17 +214,19 @@ class GlooCommunicator:
         arrivals = [torch.empty_like(buffer) for _ in self._peers]
 
         def steps() -> Steps:
-            finish = self._post(
-                call,
+            finish = self._small_messages.post(
+                call.operation,
+                call.number,
                 sends=[(peer, mine) for peer in self._peers],
                 receives=list(zip(self._peers, arrivals, strict=True)),
             )
             yield
             finish()
+            self._thread.note_progress()
             if buffer.numel():
                 self._sums.combine(arrivals, mine, buffer, op, average=average)
 
-        posting = _Posting(0, steps())
+        posting = Posting(0, steps())
         _post_first(posting)
         return self._queue(self._finisher(), call, lambda: _finish(posting), buffer.nbytes)
 
@@ -235,19 +241,25 @@ class GlooCommunicator:
             rank=self.rank,
             timeout=self._group.timeout,
             control=self._group.control,
-            abort=lambda: self._messages.close_connections(self._peers[0]),
+            abort=self._give_up,
             timeline=self._group.timeline,
             flight=self._group.flight,
         )
+
+    def _give_up(self) -> None:
+        for messages in {id(one): one for one in (self._messages, self._small_messages)}.values():
+            messages.close_connections(self._peers[0])
 
     def _next(self, operation: str) -> Call:
         self._thread.check_open(operation)
         self._issued += 1
         return Call(operation, self._issued)
 
-    def _submit(self, call: Call, steps: Steps, nbytes: int, *, needs_scratch: bool = False) -> ThreadedWork:
+    def _submit(
+        self, call: Call, steps: Steps, nbytes: int, *, needs_scratch: bool = False, whole: bool = True
+    ) -> ThreadedWork:
         """See Note [Posted ahead]."""
-        posting = _Posting(self._queued, steps, needs_scratch)
+        posting = Posting(self._queued, steps, needs_scratch, whole)
         self._queued += 1
         self._unposted.append(posting)
         self._post_first_messages(self._ended)
@@ -265,10 +277,12 @@ class GlooCommunicator:
         """Of the operation whose turn it is, the one in this place, and of those that may go ahead."""
         with self._posting:
             while self._unposted:
-                first = self._unposted[0]
-                if first.place > place + (0 if first.needs_scratch else _AHEAD):
+                if not self._may_post(self._unposted[0], place):
                     return
                 _post_first(self._unposted.popleft())
+
+    def _may_post(self, posting: Posting, place: int) -> bool:
+        return posting.place <= place + (0 if posting.needs_scratch else _AHEAD)
 
     def _queue(self, thread: OperationThread, call: Call, run: Callable[[], None], nbytes: int) -> ThreadedWork:
         described = f"{call.operation} (number {call.number} of communicator {self._group.number})"
@@ -383,7 +397,7 @@ class GlooCommunicator:
         return finished
 
 
-def _post_first(posting: _Posting) -> None:
+def _post_first(posting: Posting) -> None:
     try:
         with torch.inference_mode():  # as in the thread
             next(posting.steps, None)
@@ -391,7 +405,7 @@ def _post_first(posting: _Posting) -> None:
         posting.failed = error
 
 
-def _finish(posting: _Posting) -> None:
+def _finish(posting: Posting) -> None:
     if posting.failed is not None:
         raise posting.failed
     for _ in posting.steps:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,20 @@ from shardrt.protocols import Group
 
 Message = tuple[int, torch.Tensor]
 """A peer's rank and what to send to it or where to receive from it."""
+
+
+class Posts(Protocol):
+    """Whatever carries messages."""
+
+    def post(
+        self, operation: str, number: int, *, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Callable[[], None]:
+        """Start all messages of an operation's part; the returned call waits for them."""
+        ...
+
+    def close_connections(self, peer: int) -> None:
+        """End waits that nobody wants any more."""
+        ...
 
 
 class Messages:

@@ -3,8 +3,12 @@
 Note [Homes]: a parameter whose shards lie side by side in its bucket lives there: ``p.data`` becomes a view of the
 bucket's buffer, so gathering writes straight into the model. Where that is not possible (its storage is shared with
 something else, or its strides are not row-major while it is cut) it stays where it is and is *staged*: copied into the
-buffer before the step and out of it after the gather. Gradients are treated alike: an autograd hook moves a fresh
-gradient into the bucket and leaves ``p.grad`` as a view of it, so that it exists once.
+buffer before the step and out of it after the gather.
+
+Note [Gradients stay]: a communicator that takes pieces sends gradients from where autograd left them, and ``p.grad`` is
+autograd's own tensor. Nothing is copied, and the memory goes with ``zero_grad``, to be used by the next forward. For
+other communicators an autograd hook moves a fresh gradient into the bucket, as parameters are, and leaves ``p.grad`` as
+a view of it, so that it exists once.
 
 Note [Local gradients stay]: reductions write to a buffer of their own. ``p.grad`` is this rank's own gradient before
 and after the step, so accumulating on, stepping twice or never zeroing mean what they mean without sharding.

@@ -34,7 +34,7 @@ from shardrt.optim.reducing import Reductions
 from shardrt.optim.residence import RESIDENT, PrecisionOf, Residence, own_precision
 from shardrt.optim.settings import MARKS, Settings
 from shardrt.plan import Plan, Shard
-from shardrt.protocols import Communicator, SharedAllocator, Work
+from shardrt.protocols import Communicator, PieceCommunicator, SharedAllocator, Work
 from shardrt.timeline import Timeline
 
 _NOT_RECORDED = nullcontext()
@@ -81,6 +81,15 @@ class BucketEngine:
         self._attendance = attendance or Attendance()
         self._timeline = timeline
         self._gradients = gradients
+        reduces_here = gradients != "reduced" and hooked is None
+        # See Note [Gradients stay].
+        stays_apart = (
+            reduces_here
+            and adopts_gradients
+            and residence.gradients
+            and communicator.world_size > 1
+            and isinstance(communicator, PieceCommunicator)
+        )
         self._reductions = Reductions(
             communicator=communicator,
             replicas=replicas,
@@ -88,6 +97,7 @@ class BucketEngine:
             gradients=gradients,
             adopts=adopts_gradients,
             stay=residence.gradients,
+            in_pieces=stays_apart or not residence.gradients,
             attendance=self._attendance,
             settings=settings,
             hooked=hooked,
@@ -101,13 +111,13 @@ class BucketEngine:
                     bucket,
                     params,
                     rank=communicator.rank,
-                    holds_gradients=gradients != "reduced" and hooked is None,
+                    holds_gradients=reduces_here and not stays_apart,
                     holds_reduced=gradients != "reduced",
                     residence=residence,
                     precision=precision(bucket.params[0]),
                     shared=shared,
                 ),
-                keeps_gradients=adopts_gradients and gradients != "reduced" and hooked is None,
+                keeps_gradients=adopts_gradients and reduces_here,
             )
             for bucket in plan.buckets
         ]
@@ -222,6 +232,11 @@ class BucketEngine:
             whole = bucket.buffers.gradients
             if whole is not None and self._residence.gradients and whole is not bucket.buffers.reduced:
                 whole.mul_(factor)
+            elif whole is None and self._reductions.stay and self._reductions.in_pieces:
+                shown = [slot.param.tensor.grad for slot in bucket.buffers.slots]
+                for gradient in shown:
+                    if gradient is not None:
+                        gradient.mul_(factor)
             bucket.note_gradients()
 
     def _attach_gradients(self, buckets: Sequence[int] | None = None) -> None:
@@ -315,7 +330,7 @@ class BucketEngine:
         if self._hooked is not None:
             self._hooked.forget()
         for bucket in self._buckets:
-            bucket.noted = False
+            bucket.forget_noted()
         if not may_be_read_later():
             self.finish_reads()
 

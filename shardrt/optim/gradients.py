@@ -66,6 +66,11 @@ class BucketAtWork:
         if self.keeps_gradients:
             self.held = [_held(slot) for slot in self.buffers.slots]
 
+    def forget_noted(self) -> None:
+        """Nobody compares with them any more, and they may be the last to hold the memory of gradients."""
+        self.noted = False
+        self.held = []
+
     def gradients_changed(self) -> bool:
         """Whether any gradient has changed since the reduction was started, or was replaced."""
         if not self.buffers.residence.gradients:
@@ -140,9 +145,12 @@ def bring_nothing(buffers: BucketBuffers) -> list[int]:
     return [0] * len(buffers.slots)
 
 
-def take_pieces(buffers: BucketBuffers, absent: bool, skipped: Collection[torch.Tensor]) -> tuple[Pieces, list[int]]:
+def take_pieces(
+    buffers: BucketBuffers, absent: bool, skipped: Collection[torch.Tensor], *, stay: bool
+) -> tuple[Pieces, list[int]]:
     """The gradients of the bucket as they lie in memory, in the order of its buffers, and for each slot whether there
-    was one. ``p.grad`` shows them no more. ``absent``: this rank has none, whatever ``p.grad`` is.
+    was one. ``p.grad`` shows them no more, unless they ``stay``. ``absent``: this rank has none, whatever is in
+    ``p.grad``.
     """
     pieces: list[tuple[int, torch.Tensor]] = []
     present = []
@@ -160,7 +168,8 @@ def take_pieces(buffers: BucketBuffers, absent: bool, skipped: Collection[torch.
             refuse_sparse(slot.param.name, gradient)
             flat = _in_order(slot, gradient.detach()).to(buffers.reduce_dtype)
             pieces += [(offset, flat[shard.start : shard.stop]) for offset, shard in slot.offsets]
-        tensor.grad = None
+        if not stay:
+            tensor.grad = None
     return [piece for _, piece in sorted(pieces, key=lambda placed: placed[0])], present
 
 

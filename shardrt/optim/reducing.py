@@ -31,6 +31,8 @@ class Reductions:
     adopts: bool
     stay: bool
     """Whether the whole gradients of this rank do."""
+    in_pieces: bool
+    """Whether they are sent from where autograd left them, and not from the bucket's buffer."""
     attendance: Attendance
     settings: Settings | None
     hooked: HookResults | None
@@ -55,7 +57,7 @@ class Reductions:
         average, divisor = self.gradients == "average", self.attendance.divisor
         by_all = divisor is None or divisor == self.everybody.world_size
         by = None if by_all or not average else divisor
-        if not self.stay:
+        if self.in_pieces:
             return self._from_pieces(at_work, average=average and by_all, divisor=by)
         assert buffers.gradients is not None and buffers.reduced is not None
         # Small and first: where a backend lets it, it travels beside the reduction.
@@ -76,9 +78,9 @@ class Reductions:
         return self._followed([reducing, told], at_work, output, by)
 
     def _from_pieces(self, at_work: BucketAtWork, *, average: bool, divisor: int | None) -> Work:
-        """Where whole gradients go: they are sent from where autograd left them."""
+        """They are sent from where autograd left them."""
         buffers = at_work.buffers
-        pieces, present = take_pieces(buffers, self.attendance.absent, self.skipped)
+        pieces, present = take_pieces(buffers, self.attendance.absent, self.skipped, stay=self.stay)
         told = self._tell_present(at_work, present)
         output = buffers.reduced
         assert output is not None

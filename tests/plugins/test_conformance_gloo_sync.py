@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardrt_bucket_schedule import BucketSchedule
-from shardrt_gloo.communicator import GlooCommunicator
+from shardrt_gloo.opening import open_communicator
 from shardrt_interleaved.schedule import InterleavedSchedule
 from shardrt_priority import PrioritySchedule
 from shardrt_sync import SyncSchedule
@@ -17,7 +17,7 @@ from shardrt.testing import BackendConformance, ScheduleConformance
 class TestGloo(BackendConformance):
     @classmethod
     def make(cls, group: Group) -> Any:
-        return GlooCommunicator(group)
+        return open_communicator(group)
 
 
 class TestGlooInSmallChunks(BackendConformance):
@@ -25,7 +25,15 @@ class TestGlooInSmallChunks(BackendConformance):
 
     @classmethod
     def make(cls, group: Group) -> Any:
-        return GlooCommunicator(group, chunk_mb=0.01)
+        return open_communicator(group, chunk_mb=0.01)
+
+
+class TestGlooMessages(BackendConformance):
+    """Where ranks cannot connect to one another beside Gloo."""
+
+    @classmethod
+    def make(cls, group: Group) -> Any:
+        return open_communicator(group, connections="gloo")
 
 
 class TestBucket(ScheduleConformance):

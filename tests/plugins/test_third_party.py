@@ -126,7 +126,10 @@ def test_under_ddp_with_clipping(ranks: RankPool, world_size: int) -> None:
         assert norm_difference <= TOLERANCE
 
 
-QUICK = "not 3-ranks and not negotiated and not dtypes and not pieces and not output and not covers_every_element"
+QUICK = (
+    "not 3-ranks and not negotiated and not dtypes and not pieces and not output and not covers_every_element "
+    "and not uneven and not missing and not sizes"
+)
 
 
 @pytest.mark.parametrize("which", [QUICK, pytest.param("", marks=pytest.mark.long)], ids=["some", "all"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shardrt_gloo.communicator import GlooCommunicator
+from shardrt_gloo.opening import open_communicator
 from shardrt_shm.arena import process_arena
 from shardrt_shm.communicator import ShmCommunicator
 
@@ -36,7 +37,7 @@ def both(*, chunk_mb: float = 0.01, timeout: float = 30.0) -> Iterator[tuple[Shm
             number=number,
         )
 
-    shm, gloo = ShmCommunicator(group(1), chunk_mb=chunk_mb), GlooCommunicator(group(2))
+    shm, gloo = ShmCommunicator(group(1), chunk_mb=chunk_mb), open_communicator(group(2))
     try:
         yield shm, gloo
     finally:

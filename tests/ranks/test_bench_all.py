@@ -126,6 +126,7 @@ def test_progress_only_moves_forward_over_several_scenarios() -> None:
     json.dumps(document, allow_nan=False)
 
 
+@pytest.mark.long
 def test_who_refuses_to_be_built_is_left_out_with_the_reason() -> None:
     scenario = SCENARIOS["few-large"]
     settings = ScenarioSettings(steps=1, rounds=2, size="few-small", ways=(DDP, "zero1/bucked/gloo"))

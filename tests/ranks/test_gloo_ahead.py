@@ -1,4 +1,4 @@
-"""Over Gloo the messages of the next operation are on their way before the one under way has ended."""
+"""Over Gloo's own messages those of the next operation are on their way before the one under way has ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _watched(communicator: GlooCommunicator) -> list[str]:
 
 
 def four_gathers() -> list[str]:
-    with shardrt.Runtime(backend="gloo", timeout=30) as rt:
+    with shardrt.Runtime(backend={"name": "gloo", "connections": "gloo"}, timeout=30) as rt:
         communicator = _gloo(rt)
         first = communicator._issued + 1
         seen = _watched(communicator)
@@ -68,9 +68,9 @@ def test_the_next_operation_is_posted_beside_the_one_under_way_and_no_more(ranks
     assert seen.index("posted all_gather 3") > seen.index("arrived all_gather 1")
 
 
-def reductions_in_pieces() -> float:
+def reductions_in_pieces(connections: str) -> float:
     """Small pieces are laid side by side in scratch, which operations that overlap must not share."""
-    with shardrt.Runtime(backend={"name": "gloo", "chunk_mb": 0.05}, timeout=30) as rt:
+    with shardrt.Runtime(backend={"name": "gloo", "chunk_mb": 0.05, "connections": connections}, timeout=30) as rt:
         communicator = _gloo(rt)
         worst = 0.0
         for turn in range(20):
@@ -95,13 +95,14 @@ def reductions_in_pieces() -> float:
         return worst
 
 
+@pytest.mark.parametrize("connections", ["own", "gloo"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_operations_that_overlap_share_no_scratch(ranks: RankPool, count: int) -> None:
-    assert ranks.run(reductions_in_pieces, ranks=count) == [0.0] * count
+def test_operations_that_overlap_share_no_scratch(ranks: RankPool, count: int, connections: str) -> None:
+    assert ranks.run(reductions_in_pieces, ranks=count, connections=connections) == [0.0] * count
 
 
 def after_it_was_closed() -> list[str]:
-    with shardrt.Runtime(backend="gloo", timeout=30) as rt:
+    with shardrt.Runtime(backend={"name": "gloo", "connections": "gloo"}, timeout=30) as rt:
         communicator = _gloo(rt)
     told = []
     for call in (communicator.barrier, lambda: communicator.all_reduce(torch.zeros(100_000))):

@@ -111,6 +111,10 @@ class BackendConformance:
         options = {"kind": kind, "dtype": "float32", "average": average}
         self._check(ranks, piece_checks.reduce_scatter_pieces, world_size, via, **options)
 
+    def test_pieces_are_let_go(self, ranks: RankPool, world_size: int, via: str) -> None:
+        """Their memory goes when the operation is over, without a collector."""
+        self._check(ranks, piece_checks.pieces_are_let_go, world_size, via)
+
     @_each_kind
     def test_all_gather_from(self, ranks: RankPool, world_size: int, via: str, kind: str) -> None:
         """Of runs that are elsewhere before."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardrt.testing.conformance.bench import Bench, expect_same
+from shardrt.testing.conformance.bench import Bench, expect, expect_same
 
 if TYPE_CHECKING:
     import torch
 
+_MOMENT_SECONDS = 5.0
 _LARGE = 70_000
 """Elements of a run that a backend may well send in several parts."""
 
@@ -31,6 +35,49 @@ def reduce_scatter_pieces(bench: Bench, *, kind: str, dtype: str, average: bool)
     before = _pieces(bench.values(bench.rank, sum(splits), dtype), splits)
     for index, (piece, was) in enumerate(zip(pieces, before, strict=True)):
         expect_same(piece, was, f"piece {index} after a reduce_scatter")
+
+
+def pieces_are_let_go(bench: Bench) -> None:
+    """Once the wait is over nobody holds the pieces: their memory goes with whoever had them, and no collector need
+    come for it."""
+    import gc
+
+    from shardrt.comm.pieces import piece_mover
+
+    splits = [_LARGE] * bench.world_size
+    if not bench.can("reduce_scatter", "float32", splits=splits):
+        return
+    pieces, held = _with_owners(bench, splits)
+    output = bench.mine(splits[bench.rank], "float32", salt=1)
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        piece_mover(bench.comm).reduce_scatter_pieces(pieces, splits, output=output).wait()
+        pieces.clear()
+        deadline = time.monotonic() + _MOMENT_SECONDS  # a thread may still be on its way out of the operation
+        while any(one() is not None for one in held) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        kept = sum(one() is not None for one in held)
+        expect(not kept, f"{kept} of {len(held)} pieces are still held {_MOMENT_SECONDS:g} s after the wait")
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _with_owners(
+    bench: Bench, splits: Sequence[int]
+) -> tuple[list[torch.Tensor], list[weakref.ref[ctypes.Array[ctypes.c_char]]]]:
+    """Pieces in memory that tells when nobody has it any more: a small and a large one for each run."""
+    import torch
+
+    pieces, held = [], []
+    for piece in _pieces(bench.mine(sum(splits), "float32"), splits):
+        if piece.numel():
+            memory = (ctypes.c_char * piece.nbytes)()
+            held.append(weakref.ref(memory))
+            pieces.append(torch.frombuffer(memory, dtype=torch.float32).copy_(piece))
+            del memory
+    return pieces, held
 
 
 def all_gather_from(bench: Bench, *, kind: str, dtype: str) -> None:
