@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 20.0
 _TRY_SECONDS = 5.0
 """For one address of a peer, which may have others; and for a caller to say who it is."""
 _SECRET_BYTES = 16
-_HELLO = struct.Struct(f"<{_SECRET_BYTES}sIII")
+_HELLO = struct.Struct(f"<{_SECRET_BYTES}sQII")
 """The secret of the rank that is called; the communicator, the lane, and the rank that calls."""
 
 Lane = dict[int, socket.socket]

@@ -29,7 +29,7 @@ import torch
 from shardrt.errors import CommunicationError
 from shardrt.protocols import Group
 
-_HEADING = struct.Struct("<4sIIIIQ")
+_HEADING = struct.Struct("<4sQQIIQ")
 _MAGIC = b"srt1"
 _OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier")
 _DTYPES = tuple(sorted({str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)}))
@@ -63,7 +63,7 @@ def in_words(heading: bytes) -> str:
         >>> from shardrt_gloo.lane import Heading, in_words
         >>> in_words(Heading("all_gather", 7, torch.float32, 400).packed(communicator=2))
         'all_gather (number 7 of communicator 2) of 400 bytes of float32'
-        >>> in_words(bytes(28))
+        >>> in_words(bytes(36))
         'something that is no message of a rank'
     """
     magic, communicator, number, kind, dtype, nbytes = _HEADING.unpack(heading)

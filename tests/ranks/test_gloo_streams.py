@@ -105,9 +105,11 @@ def without_connections(rank_without: int) -> list[Any]:
         return [isinstance(communicator, StreamsCommunicator), buffer.tolist()]
 
 
-@pytest.mark.parametrize("rank_without", [0, 1])
-def test_ranks_that_cannot_connect_use_messages_all_of_them(ranks: RankPool, rank_without: int) -> None:
-    assert ranks.run(without_connections, ranks=2, rank_without=rank_without) == [[False, [3.0] * 4]] * 2
+@pytest.mark.parametrize(("count", "rank_without"), [(2, 0), (3, 1)])
+def test_ranks_that_cannot_connect_use_messages_all_of_them(ranks: RankPool, count: int, rank_without: int) -> None:
+    total = float(sum(range(count + 1)))
+    found = ranks.run(without_connections, ranks=count, rank_without=rank_without)
+    assert found == [[False, [total] * 4]] * count
 
 
 def an_unknown_kind() -> str:
