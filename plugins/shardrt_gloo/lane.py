@@ -33,7 +33,7 @@ _HEADING = struct.Struct("<4sQQIIQ")
 _MAGIC = b"srt1"
 _OPERATIONS = ("reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "barrier")
 _DTYPES = tuple(sorted({str(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)}))
-_WORTH_WAKING = 128 * 1024
+_WORTH_WAKING = 512 * 1024
 """Bytes; see Note [Fewer wake-ups]."""
 _AT_ONCE = 1 << 20
 """Bytes that one connection receives before it is the next one's turn."""

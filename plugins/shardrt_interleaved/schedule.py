@@ -1,9 +1,16 @@
-"""Stepping in a thread of its own, so that backward never waits for the network."""
+"""Stepping in a thread of its own, so that backward never waits for the network.
+
+Note [A third early]: a step sends as much in gathers as in reductions, and backward takes about two thirds of the time.
+So wires are evenly busy if a third of the gathers travels during backward, beside the reductions, and the rest during
+the next forward. It is every third bucket, so that forward has some to compute with wherever it is, while the next is
+on its way. Which buckets these are follows from their numbers alone, the same on all ranks.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import suppress
 from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
@@ -14,11 +21,13 @@ from shardrt.protocols import StepEngine, Work
 
 
 class InterleavedSchedule:
-    """Reductions are issued by backward, in bucket order. A thread waits for each, steps the bucket and issues its
-    gather on a second communicator, in the same order. Both orders follow from the buckets alone.
+    """Reductions are issued by backward, in bucket order. A thread waits for each, steps the bucket and, if it is one of
+    the first, issues its gather on a second communicator, in the same order. When all are stepped the other gathers
+    are issued, in the order in which forward reads. So both orders follow from the buckets alone. Gathers that are still
+    under way are left to whoever reads the parameters.
 
-    On a backend with one communicator each bucket is stepped and its gather issued right after the reduction of the
-    next one was: again one order, whatever part of it falls into backward.
+    On a backend with one communicator each bucket is stepped, and gathered, right after the reduction of the next one
+    was issued: again one order, whatever part of it falls into backward.
     """
 
     name = "interleaved"
@@ -35,9 +44,17 @@ class InterleavedSchedule:
         self._start(engine, bucket)
 
     def step(self, engine: StepEngine) -> None:
-        """Wait until every bucket is complete; start those that backward has not brought."""
+        """Wait until every bucket is stepped, those included that backward has not brought; gather what is left."""
+        iteration = self._iterations.setdefault(engine, _Iteration())
         try:
             start_and_wait(lambda bucket: self._start(engine, bucket), range(engine.bucket_count))
+            for bucket in engine.reading_order():
+                engine.gather_for_readers(bucket, iteration.buckets[bucket].gather)
+        except Exception:
+            with suppress(Exception):  # the first error is the one that matters, and it is on its way
+                started = [one.gather for one in iteration.buckets.values() if one.gather is not None]
+                start_and_wait(started.__getitem__, range(len(started)))
+            raise
         finally:
             self._iterations.pop(engine, None)
 
@@ -89,17 +106,19 @@ class _SteppedBucket:
         self._bucket = bucket
         self._reduction = reduction
         self._iteration = iteration
-        self._gather: Work | None = None
+        self.gather: Work | None = None
+        """If it was started early. See Note [A third early]."""
         self._error: BaseException | None = None
         self._issued = threading.Event()
 
     def run(self) -> None:
-        """Everything up to the start of the gather."""
+        """Everything up to the start of a gather."""
         try:
             self._reduction.wait()
             if not self._iteration.failed:
                 self._engine.update([self._bucket])
-                self._gather = self._engine.gather(self._bucket)
+                if self._bucket % 3 == 0 and self._bucket + 1 < self._engine.bucket_count:
+                    self.gather = self._engine.gather(self._bucket)
         except BaseException as error:  # whoever waits must hear of it, and the thread live on
             self._error = error
             self._iteration.failed = True
@@ -107,14 +126,12 @@ class _SteppedBucket:
             self._issued.set()
 
     def wait(self) -> None:
-        """In the step: until the gather is done. Ends, since every wait of the thread ends by its timeout."""
+        """In the step: until it is stepped. Ends, since every wait of the thread ends by its timeout."""
         if self is self._iteration.waiting:
             self.run()
         self._issued.wait()
         if self._error is not None:
             raise self._error
-        if self._gather is not None:
-            self._gather.wait()
 
 
 def _serve(queue: SimpleQueue[_SteppedBucket | None]) -> None:

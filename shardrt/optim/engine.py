@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from shardrt.comm.waiting import start_and_wait
+from shardrt.comm.waiting import has_arrived, start_and_wait
 from shardrt.comm.works import FinishedWork, FollowedWork
 from shardrt.errors import OptimizerError
 from shardrt.flight.recorder import noted
@@ -305,15 +305,16 @@ class BucketEngine:
             noted.bucket = None
         return FollowedWork([gathering], then=buffers.store_staged) if buffers.staged else gathering
 
-    def gather_for_readers(self, bucket: int) -> None:
-        """Start a gather that whoever reads one of the bucket's parameters waits for."""
-        if not self._residence.params:
-            self.gather(bucket)
+    def gather_for_readers(self, bucket: int, started: Work | None = None) -> None:
+        """Start a gather, if it is not, that whoever reads one of the bucket's parameters waits for."""
+        gathering = self.gather(bucket) if started is None else started
+        if not self._residence.params or (started is not None and has_arrived(started)):
+            gathering.wait()  # which takes no time
             return
         tensors = [slot.param.tensor for slot in self._buckets[bucket].buffers.slots]
         unfinished = UnfinishedBucket(
             tensors,
-            self.gather(bucket),
+            gathering,
             on_read=partial(self._reading.read, bucket),
             on_failure=self._read_failed,
         )

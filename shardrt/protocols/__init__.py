@@ -197,8 +197,11 @@ class StepEngine(Protocol):
         one order, the same on all ranks."""
         ...
 
-    def gather_for_readers(self, bucket: int) -> None:
-        """Start a gather that nobody need wait for: whoever reads a parameter of the bucket does so by itself."""
+    def gather_for_readers(self, bucket: int, started: Work | None = None) -> None:
+        """Start a gather that nobody need wait for: whoever reads a parameter of the bucket does so by itself.
+
+        ``started``: what :meth:`gather` returned, if it was started already.
+        """
         ...
 
     def reading_order(self) -> Sequence[int]:

@@ -10,6 +10,7 @@ from typing import Literal
 import attrs
 
 from shardrt.errors import CommunicationError
+from shardrt.protocols import Work
 
 Fault = Literal["reduce", "reduce wait", "update", "gather", "gather wait"]
 _LONGEST_DELAY = 0.002
@@ -83,9 +84,11 @@ class RecordingEngine:
         """Start a gather that takes until it is waited for."""
         return self._start("gather", bucket)
 
-    def gather_for_readers(self, bucket: int) -> None:
-        """Start a gather that :meth:`read_everything` waits for."""
-        self.left_to_readers.append(self.gather(bucket))
+    def gather_for_readers(self, bucket: int, started: Work | None = None) -> None:
+        """Start a gather, if it is not, that :meth:`read_everything` waits for."""
+        gathering = self.gather(bucket) if started is None else started
+        assert isinstance(gathering, RecordedWork)
+        self.left_to_readers.append(gathering)
 
     def reading_order(self) -> Sequence[int]:
         """Some order, neither that of the buckets nor its reverse."""
