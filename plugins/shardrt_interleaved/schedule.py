@@ -21,10 +21,10 @@ from shardrt.protocols import StepEngine, Work
 
 
 class InterleavedSchedule:
-    """Reductions are issued by backward, in bucket order. A thread waits for each, steps the bucket and, if it is one of
-    the first, issues its gather on a second communicator, in the same order. When all are stepped the other gathers
-    are issued, in the order in which forward reads. So both orders follow from the buckets alone. Gathers that are still
-    under way are left to whoever reads the parameters.
+    """Reductions are issued by backward, in bucket order. A thread waits for each and steps the bucket; every third one
+    it gathers at once, on a second communicator, in the same order. When all are stepped the other gathers are issued,
+    in the order in which forward reads. So both orders follow from the buckets alone. Gathers that are still under way
+    are left to whoever reads the parameters.
 
     On a backend with one communicator each bucket is stepped, and gathered, right after the reduction of the next one
     was issued: again one order, whatever part of it falls into backward.
