@@ -207,10 +207,14 @@ def _bucket(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Times]
     return gathered
 
 
-def _priority(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Times]) -> list[Times]:
+def _forward_as_gathered(clocks: _Clocks, work: StepWork, gathered: list[Times]) -> None:
     for bucket in reversed(range(len(work.nbytes))):  # forward comes the other way round
         clocks.wait(gathered[bucket])
         clocks.work(work.forward[bucket])
+
+
+def _priority(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Times]) -> list[Times]:
+    _forward_as_gathered(clocks, work, gathered)
     reduced = _reduce_in_backward(clocks, work, delay)
     for bucket, until in enumerate(reduced):
         clocks.wait(until)
@@ -222,28 +226,30 @@ def _priority(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Time
 
 
 def _interleaved(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Times]) -> list[Times]:
-    """A thread updates beside backward. Of what waits for the wire, the one that was ready first on most ranks goes."""
-    clocks.work(sum(work.forward))
-    ready = []
-    for bucket in range(len(work.nbytes)):
-        ready.append(clocks.work(_slower(work, bucket, delay)))
+    """A thread updates beside backward, where every third bucket is gathered too; the others during the next forward.
+    Of what waits for the wire in backward, the one that was ready first on most ranks goes."""
+    _forward_as_gathered(clocks, work, gathered)
+    count = len(work.nbytes)
+    ready = [clocks.work(_slower(work, bucket, delay)) for bucket in range(count)]
+    early = [bucket for bucket in range(0, count, 3) if bucket + 1 < count]
     updater = np.zeros_like(clocks.compute)
     updated: list[Times] = []
-    gathers = reductions = 0
-    while gathers < len(ready):
-        reduces = reductions < len(ready) and (
-            gathers >= len(updated) or np.median(ready[reductions]) <= np.median(updated[gathers])
-        )
-        if reduces:
-            done = clocks.move(ready[reductions], work.nbytes[reductions], reduces=True)
-            updater = np.maximum(updater, done) + work.update[reductions]
+    found = list(gathered)
+    while len(updated) < count or early:
+        gathers = bool(early) and early[0] < len(updated)
+        if len(updated) < count and not (gathers and np.median(updated[early[0]]) < np.median(ready[len(updated)])):
+            bucket = len(updated)
+            done = clocks.move(ready[bucket], work.nbytes[bucket], reduces=True)
+            updater = np.maximum(updater, done) + work.update[bucket]
             updated.append(updater)
-            reductions += 1
         else:
-            done = clocks.move(updated[gathers], work.nbytes[gathers], reduces=False)
-            gathers += 1
-    clocks.wait(done)
-    return gathered
+            bucket = early.pop(0)
+            found[bucket] = clocks.move(updated[bucket], work.nbytes[bucket], reduces=False)
+    clocks.wait(updater)
+    for bucket in reversed(range(count)):
+        if bucket % 3 or bucket + 1 == count:
+            found[bucket] = clocks.move(clocks.compute, work.nbytes[bucket], reduces=False)
+    return found
 
 
 def _full_shard(clocks: _Clocks, work: StepWork, delay: Times, gathered: list[Times]) -> list[Times]:

@@ -8,7 +8,7 @@ time of mean m: the slowest of n is delayed by m (1 + 1/2 + ... + 1/n), and ever
 | --- | --- | --- |
 | sync | F + B + R + U + G | exact |
 | bucket | F + max over k (b1 + ... + bk + rk + ... + r_last), then updates and gathers behind one another | exact |
-| interleaved | F + max(B + r_last + u_last + g_last, b1 + R + G) | a bound: the wire is never idle between |
+| interleaved | max(F + B + r_last + u_last + g_first, R + G) | a bound: gathers hide behind all that computes |
 | priority | max(F + B + r_last + u + g_first, R + G) | a bound: gathers are hidden behind the next forward |
 | full_shard | max(F + B + g_first + r_last, G + G + R) + U | a bound: a unit's gather hides behind the one before |
 """
@@ -44,10 +44,7 @@ def step_formula(what: str, work: StepWork, cost: Cost) -> float:
         return forward + backward + sum(reductions) + update + sum(gathers)
     if what == "bucket":
         return forward + _bucket_tail(work, reductions, gathers)
-    if what == "interleaved":
-        late = backward + reductions[-1] + work.update[-1] + gathers[-1]
-        return forward + max(late, work.backward[0] + sum(reductions) + sum(gathers))
-    if what == "priority":
+    if what in ("interleaved", "priority"):  # which differ in when they may update, not in what bounds them
         late = forward + backward + reductions[-1] + work.update[-1] + gathers[-1]
         return max(late, sum(reductions) + sum(gathers))
     assert what == FULL_SHARD
