@@ -76,8 +76,7 @@ class GlooCommunicator:
     capabilities = Capabilities(concurrent=True)
 
     def __init__(self, group: Group, *, chunk_mb: float = 8.0) -> None:
-        if not chunk_mb > 0:
-            raise ConfigError(f"gloo option chunk_mb must be above 0, got {chunk_mb!r}")
+        check_chunk(chunk_mb)
         self.rank = group.rank
         self.world_size = group.world_size
         self.traffic = Traffic()
@@ -395,6 +394,12 @@ class GlooCommunicator:
             self._thread.note_progress()
 
         return finished
+
+
+def check_chunk(chunk_mb: float) -> None:
+    """Refuse a size that is none."""
+    if not chunk_mb > 0:
+        raise ConfigError(f"gloo option chunk_mb must be above 0, got {chunk_mb!r}")
 
 
 def _post_first(posting: Posting) -> None:

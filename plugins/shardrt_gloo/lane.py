@@ -99,28 +99,32 @@ class Outgoing:
         self.done = False
         self._parts = parts
         self._views = [memoryview(heading)]
+        self._begun = False
         self._tensor: torch.Tensor | None = None
-        self._gone = self._begin_part()
+        self._gone: Callable[[], None] | None = None
 
     def send(self, connection: socket.socket) -> int:
         """As much as the system takes at once: how many bytes that were."""
+        if not self._begun:
+            self._begun = True
+            self._begin_part()
         sent = left = connection.sendmsg(self._views)
         while self._views and left >= len(self._views[0]):
             left -= len(self._views.pop(0))
         if self._views:
             self._views[0] = self._views[0][left:]
         else:
-            if self._gone is not None:
-                self._gone()
-            self._gone = self._begin_part()
+            gone, self._gone = self._gone, None
+            if gone is not None:
+                gone()
+            self._begin_part()
             self.done = not self._views
         return sent
 
-    def _begin_part(self) -> Callable[[], None] | None:
-        self._tensor, gone = next(self._parts, (None, None))
+    def _begin_part(self) -> None:
+        self._tensor, self._gone = next(self._parts, (None, None))
         if self._tensor is not None:
             self._views.append(bytes_of(self._tensor))
-        return gone
 
 
 class Incoming(Protocol):
@@ -171,16 +175,33 @@ class _Link:
     polled: int = 0
     """What the system is asked to tell of."""
     low_water: int = 1
+    broken: str = ""
+    """Why nothing is sent any more: nobody knows how much of a message has gone."""
 
     def send(self) -> bool:
         """Send what the system takes; says whether it took anything."""
         sent = 0
-        with self.sending, suppress(BlockingIOError):
-            while self.outgoing:
-                sent += self.outgoing[0].send(self.connection)
-                if self.outgoing[0].done:
-                    self.outgoing.popleft()
+        with self.sending:
+            if self.broken:
+                raise ConnectionError(self.broken)
+            try:
+                while self.outgoing:
+                    sent += self.outgoing[0].send(self.connection)
+                    if self.outgoing[0].done:
+                        self.outgoing.popleft()
+            except BlockingIOError:
+                pass
+            except BaseException as error:
+                self.broken = f"sending was broken off: {type(error).__name__}: {error}"
+                raise
         return sent > 0
+
+    def hang_up(self) -> None:
+        """Nothing goes out any more, and the peer hears of it."""
+        with self.sending:
+            self.broken = self.broken or "this rank has hung up"
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> bool:
         """Take what has come, for as long as it is wanted; says whether anything had."""
@@ -242,6 +263,7 @@ class Lane:
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
         self._aborted = False
+        self._failed = False
 
     def queue(
         self,
@@ -253,8 +275,11 @@ class Lane:
     ) -> Callable[[], bool]:
         """Queue messages behind all earlier ones and send what the system takes; the result tells whether all are done.
 
-        Sends have a peer, a dtype, a number of bytes, and the parts; empty messages do not travel.
+        Sends have a peer, a dtype, a number of bytes, and the parts; empty messages do not travel. After a failure
+        nothing is queued: what is sent may belong to somebody else by now.
         """
+        if self._failed:
+            return lambda: False
         waiting: list[Outgoing] = []
         expected: list[Incoming] = []
         for peer, dtype, message in receives:
@@ -274,7 +299,17 @@ class Lane:
         return lambda: all(message.nbytes == 0 for message in expected) and all(one.done for one in waiting)
 
     def drive(self, operation: str, number: int, is_done: Callable[[], bool]) -> None:
-        """Send and receive until that is so. One thread at a time."""
+        """Send and receive until that is so. One thread at a time. After a failure peers are hung up on: no message
+        is ever completed with what came later."""
+        try:
+            self._drive(operation, number, is_done)
+        except BaseException:
+            self._failed = True
+            for link in self._links.values():
+                link.hang_up()
+            raise
+
+    def _drive(self, operation: str, number: int, is_done: Callable[[], bool]) -> None:
         moved_at = time.monotonic()
         links: Sequence[_Link] = list(self._links.values())
         while not is_done():
@@ -291,7 +326,7 @@ class Lane:
                 self._progress()
             elif now > moved_at + self._timeout:
                 raise self._too_late(operation, number)
-            if self._aborted:
+            if self._aborted or self._failed:
                 raise CommunicationError(f"rank {self._rank}: {self._described(operation, number)} was given up")
             links = self._links_that_move() if not is_done() else ()
 

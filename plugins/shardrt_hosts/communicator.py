@@ -40,9 +40,12 @@ from shardrt.protocols import Group, ReduceOp, SharedAllocator, Work
 from shardrt_hosts.combining import combined, takes_any_runs
 from shardrt_hosts.counting import TrafficOfLevels
 from shardrt_hosts.layout import HostLayout
+from shardrt_hosts.slicing import cut_runs
 
 _SMALL_BYTES = 4096
 """Up to here an all_reduce costs messages, not bytes: whole buffers on both levels save one of three steps."""
+_SLICE_BYTES = 8 * 2**20
+"""Larger reductions go in slices of about this size: one crosses while the next is reduced inside."""
 Finish = Callable[[], None]
 
 
@@ -104,12 +107,7 @@ class HostsCommunicator:
         check_reduction("reduce_scatter", buffer, "sum", average, self.rank)
         runs = torch.split(buffer, list(splits))
         result = runs[self.rank] if output is None else output
-        ranges = self._ranges(buffer, splits)
-
-        def reduce_inside(host: int, sizes: list[int], into: torch.Tensor) -> Work:
-            return self._inside.reduce_scatter(ranges[host], sizes, output=into, average=average)
-
-        return self._reduce_scatter(reduce_inside, list(splits), result, average, buffer.nbytes)
+        return self._reduce_scatter([[run] for run in runs], list(splits), result, average)
 
     def reduce_scatter_pieces(
         self, pieces: Sequence[torch.Tensor], splits: Sequence[int], *, output: torch.Tensor, average: bool = False
@@ -117,42 +115,49 @@ class HostsCommunicator:
         """The same, from the pieces that the runs are in."""
         runs = check_pieces("reduce_scatter", pieces, splits, self.world_size, self.rank, output=output)
         check_reduction("reduce_scatter", output, "sum", average, self.rank)
-        mover = piece_mover(self._inside)
-
-        def reduce_inside(host: int, sizes: list[int], into: torch.Tensor) -> Work:
-            own = [piece for rank in self._layout.inside[host] for piece in runs[rank]]
-            return mover.reduce_scatter_pieces(own, sizes, output=into, average=average)
-
-        nbytes = sum(splits) * output.element_size()
-        return self._reduce_scatter(reduce_inside, list(splits), output, average, nbytes)
+        return self._reduce_scatter(runs, list(splits), output, average)
 
     def _reduce_scatter(
-        self,
-        reduce_inside: Callable[[int, list[int], torch.Tensor], Work],
-        splits: list[int],
-        result: torch.Tensor,
-        average: bool,
-        nbytes: int,
+        self, runs: Sequence[Sequence[torch.Tensor]], splits: list[int], result: torch.Tensor, average: bool
     ) -> Work:
-        crossing = [splits[rank] for rank in self._layout.across[self._layout.place]]
+        nbytes = sum(splits) * result.element_size()
+        slices = cut_runs(runs, splits, -(-nbytes // _SLICE_BYTES))
 
         def begin() -> Finish:
-            lease = self._scratch.take(sum(crossing), result.dtype, result.device)
-            sums = torch.split(lease.tensor, crossing)
-            works: list[Work] = []
-            with self._naming("reduce_scatter", "inside"):
-                for host, ranks in enumerate(self._layout.inside):
-                    sizes = [splits[rank] for rank in ranks]
-                    if sum(sizes):
-                        works.append(reduce_inside(host, sizes, sums[host]))
-            self._wait("reduce_scatter", "inside", works)
-            if not sum(crossing):
-                return self._finishing("reduce_scatter", "across", [], lease)
-            with self._naming("reduce_scatter", "across"):
-                work = self._across.reduce_scatter(lease.tensor, crossing, output=result, average=average)
-            return self._finishing("reduce_scatter", "across", [work], lease)
+            crossing: list[Work] = []
+            leases: list[Lease] = []
+            arrived = 0
+            for sizes, pieces in slices:
+                across = [sizes[rank] for rank in self._layout.across[self._layout.place]]
+                lease = self._scratch.take(sum(across), result.dtype, result.device)
+                leases.append(lease)
+                self._reduce_inside(pieces, sizes, torch.split(lease.tensor, across), average)
+                into = result[arrived : arrived + sizes[self.rank]]
+                arrived += sizes[self.rank]
+                if sum(across):
+                    with self._naming("reduce_scatter", "across"):
+                        crossing.append(self._across.reduce_scatter(lease.tensor, across, output=into, average=average))
+            return self._finishing("reduce_scatter", "across", crossing, *leases)
 
         return self._submit("reduce_scatter", begin, nbytes)
+
+    def _reduce_inside(
+        self,
+        pieces: Sequence[Sequence[torch.Tensor]],
+        sizes: Sequence[int],
+        sums: Sequence[torch.Tensor],
+        average: bool,
+    ) -> None:
+        """For each host, the sums of this host's ranks of what belongs to the rank of this place there."""
+        mover = piece_mover(self._inside)
+        works: list[Work] = []
+        with self._naming("reduce_scatter", "inside"):
+            for host, ranks in enumerate(self._layout.inside):
+                own = [sizes[rank] for rank in ranks]
+                if sum(own):
+                    of_host = [piece for rank in ranks for piece in pieces[rank]]
+                    works.append(mover.reduce_scatter_pieces(of_host, own, output=sums[host], average=average))
+        self._wait("reduce_scatter", "inside", works)
 
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> Work:
         """Across: the runs of this rank's place. Inside: those of all places."""
@@ -290,10 +295,10 @@ class HostsCommunicator:
                 work.wait()
         self._thread.note_progress()
 
-    def _finishing(self, operation: str, level: str, works: Sequence[Work], lease: Lease | None = None) -> Finish:
+    def _finishing(self, operation: str, level: str, works: Sequence[Work], *leases: Lease) -> Finish:
         def finish() -> None:
             self._wait(operation, level, works)
-            if lease is not None:
+            for lease in leases:
                 lease.release()
             self._levels.count()
 

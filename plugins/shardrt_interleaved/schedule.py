@@ -49,7 +49,9 @@ class InterleavedSchedule:
         try:
             start_and_wait(lambda bucket: self._start(engine, bucket), range(engine.bucket_count))
             for bucket in engine.reading_order():
-                engine.gather_for_readers(bucket, iteration.buckets[bucket].gather)
+                stepped = iteration.buckets[bucket]
+                engine.gather_for_readers(bucket, stepped.gather)
+                stepped.gather = None  # the readers' from now on
         except Exception:
             with suppress(Exception):  # the first error is the one that matters, and it is on its way
                 started = [one.gather for one in iteration.buckets.values() if one.gather is not None]

@@ -185,7 +185,18 @@ class StoreControl:
             beat = None if data is None else checked_beat(data)
             if beat is not None:
                 found[rank] = beat
+        self._add_failure(found, seconds=deadline - time.monotonic())
         return found
+
+    def _add_failure(self, beats: dict[int, dict[str, Any]], *, seconds: float) -> None:
+        """A rank that has just failed may not have said so in its last words, but to whoever waits for it."""
+        try:
+            data = self._store.read(f"{self.prefix}/failed", seconds=seconds) if seconds > 0 else None
+        except CommunicationError:
+            return
+        note = None if data is None else json.loads(data)
+        if note is not None and note["rank"] in beats and not beats[note["rank"]].get("failure"):
+            beats[note["rank"]]["failure"] = str(note["error"]).partition("\n")[0]
 
     def report_failure(self, error: str) -> None:
         """Tell the others, who may be waiting for this rank, that it will not come."""

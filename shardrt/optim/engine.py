@@ -23,6 +23,7 @@ from shardrt.optim.gradients import (
     OwnedShard,
     move_gradient_home,
     part_of_gradient,
+    scale_where_they_are,
     wait_for_reduction,
 )
 from shardrt.optim.hooked import HookResults
@@ -211,6 +212,7 @@ class BucketEngine:
         if reduction is not None:
             reduction.wait()
             at_work.reduction = None
+            at_work.forget_noted()
             self.given_out = False
             self._arrivals.give_back([bucket])
 
@@ -233,10 +235,7 @@ class BucketEngine:
             if whole is not None and self._residence.gradients and whole is not bucket.buffers.reduced:
                 whole.mul_(factor)
             elif whole is None and self._reductions.stay and self._reductions.in_pieces:
-                shown = [slot.param.tensor.grad for slot in bucket.buffers.slots]
-                for gradient in shown:
-                    if gradient is not None:
-                        gradient.mul_(factor)
+                scale_where_they_are(bucket.buffers.slots, factor)
             bucket.note_gradients()
 
     def _attach_gradients(self, buckets: Sequence[int] | None = None) -> None:

@@ -7,7 +7,7 @@ must know which case it is, so each bucket's reduction is followed by one byte p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 import torch
@@ -166,7 +166,8 @@ def take_pieces(
             pieces += [(offset, zeros[: shard.numel]) for offset, shard in slot.offsets]
         else:
             refuse_sparse(slot.param.name, gradient)
-            flat = _in_order(slot, gradient.detach()).to(buffers.reduce_dtype)
+            plain = gradient.detach().resolve_conj().resolve_neg()  # what is sent are the bytes in memory
+            flat = _in_order(slot, plain).to(buffers.reduce_dtype)
             pieces += [(offset, flat[shard.start : shard.stop]) for offset, shard in slot.offsets]
         if not stay:
             tensor.grad = None
@@ -177,12 +178,28 @@ def _in_order(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
     """Flat, in the order in which the bucket has the parameter's elements; a view where that is how they lie."""
     home = slot.home
     if home is None or home.is_contiguous():
-        return gradient.reshape(-1)
+        return gradient.reshape(-1).contiguous()
     if gradient.stride() != home.stride():
         gradient = torch.empty_strided(home.shape, home.stride(), dtype=gradient.dtype, device=gradient.device).copy_(
             gradient
         )
     return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def scale_where_they_are(slots: Sequence[Slot], factor: torch.Tensor) -> None:
+    """Multiply what ``p.grad`` shows. One tensor may be that of several parameters, or show one element many times."""
+    scaled: dict[int, torch.Tensor] = {}
+    for slot in slots:
+        gradient = slot.param.tensor.grad
+        if gradient is None:
+            continue
+        if id(gradient) not in scaled:
+            overlaps = any(
+                stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
+            )
+            scaled[id(gradient)] = gradient * factor if overlaps else gradient.mul_(factor)
+        if scaled[id(gradient)] is not gradient:
+            slot.param.tensor.grad = scaled[id(gradient)]
 
 
 def _zero(buffers: BucketBuffers, slot: Slot) -> None:

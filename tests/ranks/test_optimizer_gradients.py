@@ -68,6 +68,53 @@ def test_gradients_can_be_summed(ranks: RankPool) -> None:
     assert ranks.run(summed, ranks=2) == [0.0, 0.0]
 
 
+class Conjugated(torch.nn.Module):
+    """The gradient of a parameter that is read through ``conj`` is a view that has yet to be conjugated."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(numel, dtype=torch.complex64))
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        return (self.weight.conj() * scale * 1j).sum().abs() + (self.weight * (0.3 + 0.2j)).sum().abs()
+
+
+def unusual_gradients(numel: int, backend: str, schedule: str) -> list[float]:
+    """Conjugate views, and gradients set by hand that show one element many times or serve two parameters."""
+    found = []
+    with shardrt.Runtime(partitioner="flat", backend=backend, schedule=schedule, timeout=20) as rt:
+        model, twin = twins(lambda: Conjugated(numel))
+        opt = rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=1e-2)
+        plain = torch.optim.SGD(twin.parameters(), lr=1e-2)
+        for step in range(3):
+            model(torch.tensor(float(1 + rt.rank + step))).backward()
+            average_backward(twin, lambda rank: twin(torch.tensor(float(1 + rank + step))), rt.world_size)  # noqa: B023
+            for optimizer in (opt, plain):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(largest_difference(model.parameters(), twin.parameters()))
+    if schedule == "sync":
+        with shardrt.Runtime(partitioner="flat", backend=backend, timeout=20) as rt:
+            params = {name: torch.nn.Parameter(torch.zeros(numel)) for name in ("first", "second")}
+            opt = rt.optimizer(list(params.items()), torch.optim.SGD, lr=1.0)
+            shared = torch.full((1,), float(rt.rank + 1)).expand(numel)
+            for param in params.values():
+                param.grad = shared
+            opt.engine.scale_local_gradients(torch.tensor(2.0))
+            opt.step()
+            average = 2.0 * (rt.world_size + 1) / 2
+            found += [(param.detach() + average).abs().max().item() for param in params.values()]
+    return found
+
+
+@pytest.mark.parametrize("numel", [50, 80_000], ids=["small", "large"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("schedule", ["sync", "priority"])
+def test_gradients_of_unusual_layout(ranks: RankPool, numel: int, backend: str, schedule: str) -> None:
+    for found in ranks.run(unusual_gradients, ranks=2, numel=numel, backend=backend, schedule=schedule):
+        assert max(found) == 0.0
+
+
 def clipping(partitioner: str, norm_type: float, by_module: bool) -> list[float]:
     model, twin = twins(Odd)
     worst = 0.0

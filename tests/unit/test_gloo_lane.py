@@ -123,33 +123,42 @@ def test_rubbish_is_no_message() -> None:
     theirs.close()
 
 
+def _hello(secret: bytes, number: int, lane: int, rank: int) -> bytes:
+    caller = connecting._CALLER.pack(bytes(16), number, lane, rank)
+    return caller + connecting.proof(secret.hex(), b"call", caller)
+
+
 def test_strangers_are_hung_up_on_and_peers_answered() -> None:
     secret, theirs = bytes(range(16)), bytes(16)
     peers = [{"secret": secret.hex()}, {"secret": theirs.hex()}]
     listener = socket.create_server(("127.0.0.1", 0))
-    answering = connecting._Answering(
-        _group(0), [listener], secret, peers, deadline=connecting.time.monotonic() + 20, lanes=1
-    )
+    deadline = connecting.time.monotonic() + 20
+    answering = connecting._Answering(_group(0), [listener], secret, peers, deadline, lanes=1)
     thread = threading.Thread(target=answering.run)
     thread.start()
     place = listener.getsockname()
-    hellos = {
-        "no secret": connecting._HELLO.pack(bytes(16), 3, 0, 1),
-        "another communicator": connecting._HELLO.pack(secret, 4, 0, 1),
-        "no such rank": connecting._HELLO.pack(secret, 3, 0, 2),
-        "itself": connecting._HELLO.pack(secret, 3, 0, 0),
+    silent = socket.create_connection(place, timeout=10)  # holds up nobody
+    strangers = {
+        "another secret": _hello(theirs, 3, 0, 1),
+        "another communicator": _hello(secret, 4, 0, 1),
+        "no such rank": _hello(secret, 3, 0, 2),
+        "no such lane": _hello(secret, 3, 1, 1),
+        "itself": _hello(secret, 3, 0, 0),
     }
-    for hello in hellos.values():
+    for hello in strangers.values():
         with socket.create_connection(place, timeout=10) as stranger:
             stranger.sendall(hello)
             assert stranger.recv(16) == b""
     assert not answering.answered
     with socket.create_connection(place, timeout=10) as peer:
-        peer.sendall(connecting._HELLO.pack(secret, 3, 0, 1))
-        assert peer.recv(16) == theirs
+        hello = _hello(secret, 3, 0, 1)
+        peer.sendall(hello[:5])
+        peer.sendall(hello[5:])
+        assert peer.recv(32) == connecting.proof(theirs.hex(), b"answer", hello[: connecting._CALLER.size])
         thread.join(10)
         assert list(answering.answered) == [(0, 1)]
     answering.answered[0, 1].close()
+    silent.close()
     listener.close()
 
 
@@ -159,14 +168,44 @@ def test_whoever_answers_must_know_the_callers_secret() -> None:
     def answer() -> None:
         caller, _ = listener.accept()
         with caller:
-            caller.sendall(b"x" * 16)
+            caller.sendall(b"x" * 32)
 
     thread = threading.Thread(target=answer)
     thread.start()
     with pytest.raises(connecting._CannotConnectError, match=r"rank 0 cannot be reached: .* another program answers"):
-        connecting._call(0, [listener.getsockname()], b"hello", bytes(16), connecting.time.monotonic() + 10)
+        connecting._call(0, [listener.getsockname()], b"hello", bytes(32), connecting.time.monotonic() + 10)
     thread.join(10)
     listener.close()
+
+
+def test_after_a_failure_nothing_is_sent_any_more() -> None:
+    """What was to be sent may belong to somebody else by then."""
+    first, second = _lanes(timeout=0.3)
+    with pytest.raises(CommunicationError, match="took longer"):
+        _receive(first, 1)
+    later = torch.ones(4)
+    is_done = first.queue("all_gather", 2, sends=[(1, later.dtype, later.nbytes, _parts(later, [4]))], receives=[])
+    with pytest.raises(CommunicationError, match=r"was given up|hung up"):
+        first.drive("all_gather", 2, is_done)
+    with pytest.raises(CommunicationError, match="the connection was closed"):
+        _receive(second, 0)
+    first.close()
+    second.close()
+
+
+def test_a_part_that_cannot_be_made_breaks_the_message_off() -> None:
+    first, second = _lanes()
+
+    def parts() -> Iterator[Part]:
+        yield torch.ones(4), lambda: None
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        first.queue("all_gather", 1, sends=[(1, torch.float32, 32, parts())], receives=[])
+    with pytest.raises(CommunicationError, match="sending was broken off: MemoryError: no room"):
+        first.drive("all_gather", 1, lambda: False)
+    first.close()
+    second.close()
 
 
 def test_the_named_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:
