@@ -166,12 +166,32 @@ def take_pieces(
             pieces += [(offset, zeros[: shard.numel]) for offset, shard in slot.offsets]
         else:
             refuse_sparse(slot.param.name, gradient)
-            plain = gradient.detach().resolve_conj().resolve_neg()  # what is sent are the bytes in memory
-            flat = _in_order(slot, plain).to(buffers.reduce_dtype)
-            pieces += [(offset, flat[shard.start : shard.stop]) for offset, shard in slot.offsets]
+            flat = _flat(slot, gradient, buffers.reduce_dtype)
+            whole = len(slot.offsets) == 1 and slot.offsets[0][1].numel == flat.numel()
+            if whole:
+                pieces.append((slot.offsets[0][0], flat))
+            else:
+                pieces += [(offset, flat[shard.start : shard.stop]) for offset, shard in slot.offsets]
         if not stay:
             tensor.grad = None
     return [piece for _, piece in sorted(pieces, key=lambda placed: placed[0])], present
+
+
+def _flat(slot: Slot, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Flat, in the order in which the bucket has the parameter's elements, with bytes that mean what they say: of most
+    gradients, which there may be thousands of, a view or the tensor itself."""
+    home = slot.home
+    as_it_is = (
+        gradient.dtype == dtype
+        and not gradient.requires_grad
+        and not gradient.is_conj()
+        and not gradient.is_neg()
+        and gradient.is_contiguous()
+        and (home is None or home.is_contiguous())
+    )
+    if as_it_is:
+        return gradient if gradient.dim() == 1 else gradient.view(-1)
+    return _in_order(slot, gradient.detach().resolve_conj().resolve_neg()).to(dtype)
 
 
 def _in_order(slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
