@@ -25,6 +25,8 @@ from shardrt.protocols import Group
 from shardrt_gloo.addresses import addresses_of_this_rank
 
 _PATIENCE_SECONDS = 20.0
+_MORE_FOR_EACH_RANK = 0.5
+"""Seconds: many ranks may share a processor."""
 _TRY_SECONDS = 5.0
 """For one address of a peer, which has others; and for a caller to say who it is."""
 _LOOK_SECONDS = 0.2
@@ -104,7 +106,8 @@ def _connect(
     made: Sequence[Lane],
 ) -> None:
     """Call all lower ranks, while a thread answers all higher ones."""
-    deadline = time.monotonic() + min(_PATIENCE_SECONDS, group.timeout / 2)
+    patience = min(_PATIENCE_SECONDS + _MORE_FOR_EACH_RANK * group.world_size, group.timeout / 2)
+    deadline = time.monotonic() + patience
     answering = _Answering(group, listeners, secret, peers, deadline, lanes=len(made))
     thread = threading.Thread(target=answering.run, name=f"shardrt-gloo-{group.number}-answering", daemon=True)
     thread.start()
@@ -124,7 +127,7 @@ def _connect(
             made[lane][rank] = connection
     missing = {rank for lane in made for rank in range(group.world_size) if rank != group.rank and rank not in lane}
     if missing:
-        raise _CannotConnectError(f"rank {min(missing)} has not called within {_PATIENCE_SECONDS:g} s")
+        raise _CannotConnectError(f"rank {min(missing)} has not called within {patience:g} s")
     for connection in (connection for lane in made for connection in lane.values()):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
