@@ -28,6 +28,7 @@ from shardrt.comm import Capabilities, Traffic
 from shardrt.comm.checks import (
     check_all_to_all,
     check_flat,
+    check_gather,
     check_pieces,
     check_reduction,
     check_runs,
@@ -137,12 +138,11 @@ class GlooCommunicator:
         call = self._next("all_gather")
         return self._submit(call, self._spread_runs(call, runs), buffer.nbytes)
 
-    def all_gather_from(self, own: torch.Tensor, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
+    def all_gather_from(self, own: torch.Tensor, runs: Sequence[torch.Tensor]) -> ThreadedWork:
         """Copy each run from its owner to everyone, this rank's from where it is."""
-        check_runs("all_gather", buffer, splits, self.world_size, self.rank, output=own)
-        runs = torch.split(buffer, list(splits))
+        check_gather("all_gather", own, runs, self.world_size, self.rank)
         call = self._next("all_gather")
-        return self._submit(call, self._spread_runs(call, runs, own), buffer.nbytes)
+        return self._submit(call, self._spread_runs(call, runs, own), sum(run.nbytes for run in runs))
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
         """Reduce an even run on each rank, then gather the runs: the same bits everywhere."""
@@ -365,8 +365,8 @@ class GlooCommunicator:
             receives=[(peer, runs[peer]) for peer in self._peers],
         )
         yield
-        if elsewhere is not None:
-            runs[self.rank].copy_(elsewhere)
+        if own.data_ptr() != runs[self.rank].data_ptr():
+            runs[self.rank].copy_(own)
         finish()
 
     def _broadcast(self, call: Call, buffer: torch.Tensor, source: int) -> Steps:

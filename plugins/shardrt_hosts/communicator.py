@@ -26,6 +26,7 @@ from shardrt.comm import Traffic
 from shardrt.comm.checks import (
     check_all_to_all,
     check_flat,
+    check_gather,
     check_pieces,
     check_reduction,
     check_runs,
@@ -36,16 +37,14 @@ from shardrt.comm.scratch import Lease, ScratchPool
 from shardrt.comm.thread import OperationThread
 from shardrt.comm.works import HandedOverWork
 from shardrt.errors import CommunicationError
-from shardrt.protocols import Group, ReduceOp, SharedAllocator, Work
+from shardrt.protocols import Communicator, Group, ReduceOp, SharedAllocator, Work
 from shardrt_hosts.combining import combined, takes_any_runs
 from shardrt_hosts.counting import TrafficOfLevels
 from shardrt_hosts.layout import HostLayout
-from shardrt_hosts.slicing import cut_runs
+from shardrt_hosts.slicing import cut_each, cut_runs, slices_for
 
 _SMALL_BYTES = 4096
 """Up to here an all_reduce costs messages, not bytes: whole buffers on both levels save one of three steps."""
-_SLICE_BYTES = 8 * 2**20
-"""Larger reductions go in slices of about this size: one crosses while the next is reduced inside."""
 Finish = Callable[[], None]
 
 
@@ -121,7 +120,7 @@ class HostsCommunicator:
         self, runs: Sequence[Sequence[torch.Tensor]], splits: list[int], result: torch.Tensor, average: bool
     ) -> Work:
         nbytes = sum(splits) * result.element_size()
-        slices = cut_runs(runs, splits, -(-nbytes // _SLICE_BYTES))
+        slices = cut_runs(runs, splits, slices_for(nbytes))
 
         def begin() -> Finish:
             crossing: list[Work] = []
@@ -162,45 +161,43 @@ class HostsCommunicator:
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> Work:
         """Across: the runs of this rank's place. Inside: those of all places."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
-        return self._all_gather(None, buffer, list(splits))
+        runs = torch.split(buffer, list(splits))
+        return self._all_gather(runs[self.rank], runs)
 
-    def all_gather_from(self, own: torch.Tensor, buffer: torch.Tensor, splits: Sequence[int]) -> Work:
+    def all_gather_from(self, own: torch.Tensor, runs: Sequence[torch.Tensor]) -> Work:
         """The same, with this rank's run taken from where it is."""
-        check_runs("all_gather", buffer, splits, self.world_size, self.rank, output=own)
-        return self._all_gather(own, buffer, list(splits))
+        check_gather("all_gather", own, runs, self.world_size, self.rank)
+        return self._all_gather(own, runs)
 
-    def _all_gather(self, own: torch.Tensor | None, buffer: torch.Tensor, splits: list[int]) -> Work:
+    def _all_gather(self, own: torch.Tensor, runs: Sequence[torch.Tensor]) -> Work:
         layout = self._layout
-        crossing = [splits[rank] for rank in layout.across[layout.place]]
-        sizes = [[splits[rank] for rank in ranks] for ranks in layout.inside]
-        ranges = self._ranges(buffer, splits)
-        mine = torch.split(buffer, splits)[self.rank] if own is None else own
+        nbytes = sum(run.nbytes for run in runs)
+        # What crosses leaves from where it is, and arrives where it is wanted.
+        given = [own if rank == self.rank else run for rank, run in enumerate(runs)]
+        slices = cut_each(given, slices_for(nbytes))
 
-        def spread(host: int, run: torch.Tensor | None) -> list[Work]:
-            if not sum(sizes[host]):
-                return []
-            if run is None:
-                return [self._inside.all_gather(ranges[host], sizes[host])]
-            return [piece_mover(self._inside).all_gather_from(run, ranges[host], sizes[host])]
+        def gather(level: Communicator, own: torch.Tensor, into: Sequence[torch.Tensor]) -> list[Work]:
+            """Nothing where nobody has anything, which everybody knows."""
+            return [piece_mover(level).all_gather_from(own, into)] if sum(run.numel() for run in into) else []
 
         def begin() -> Finish:
-            lease = self._scratch.take(sum(crossing), buffer.dtype, buffer.device)
             with self._naming("all_gather", "across"):
-                arriving = (
-                    [piece_mover(self._across).all_gather_from(mine, lease.tensor, crossing)] if sum(crossing) else []
-                )
+                crossing = [
+                    gather(self._across, parts[self.rank], [parts[rank] for rank in layout.across[layout.place]])
+                    for parts in slices
+                ]
             # This host's own runs need not wait for the others'.
             with self._naming("all_gather", "inside"):
-                works = spread(layout.host, own)
-            self._wait("all_gather", "across", arriving)
-            arrived = torch.split(lease.tensor, crossing)
-            with self._naming("all_gather", "inside"):
-                for host in range(len(layout.inside)):
-                    if host != layout.host:
-                        works += spread(host, arrived[host])
-            return self._finishing("all_gather", "inside", works, lease)
+                works = gather(self._inside, own, [runs[rank] for rank in layout.inside[layout.host]])
+            for parts, arriving in zip(slices, crossing, strict=True):
+                self._wait("all_gather", "across", arriving)
+                with self._naming("all_gather", "inside"):
+                    for host, ranks in enumerate(layout.inside):
+                        if host != layout.host:
+                            works += gather(self._inside, parts[ranks[layout.place]], [parts[rank] for rank in ranks])
+            return self._finishing("all_gather", "inside", works)
 
-        return self._submit("all_gather", begin, buffer.nbytes)
+        return self._submit("all_gather", begin, nbytes)
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> Work:
         """Inside an even run on each rank, across those, inside the runs of all; small buffers whole on both levels."""
@@ -284,10 +281,6 @@ class HostsCommunicator:
     def _close_levels(self) -> None:
         for communicator in (self._inside, self._across, self._flat):
             communicator.close()
-
-    def _ranges(self, buffer: torch.Tensor, splits: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The part of an owner-ordered buffer that belongs to each host."""
-        return torch.split(buffer, [sum(splits[rank] for rank in ranks) for ranks in self._layout.inside])
 
     def _wait(self, operation: str, level: str, works: Sequence[Work]) -> None:
         with self._naming(operation, level):

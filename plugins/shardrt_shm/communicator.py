@@ -18,6 +18,7 @@ from shardrt.comm import Capabilities, Traffic
 from shardrt.comm.checks import (
     check_all_to_all,
     check_flat,
+    check_gather,
     check_pieces,
     check_reduction,
     check_runs,
@@ -121,22 +122,23 @@ class ShmCommunicator:
     def all_gather(self, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
         """Copy each run from its owner to everyone."""
         check_runs("all_gather", buffer, splits, self.world_size, self.rank)
-        return self._all_gather(None, buffer, list(splits))
+        runs = torch.split(buffer, list(splits))
+        return self._all_gather(runs[self.rank], runs)
 
-    def all_gather_from(self, own: torch.Tensor, buffer: torch.Tensor, splits: Sequence[int]) -> ThreadedWork:
+    def all_gather_from(self, own: torch.Tensor, runs: Sequence[torch.Tensor]) -> ThreadedWork:
         """Copy each run from its owner to everyone, this rank's from where it is."""
-        check_runs("all_gather", buffer, splits, self.world_size, self.rank, output=own)
-        return self._all_gather(own, buffer, list(splits))
+        check_gather("all_gather", own, runs, self.world_size, self.rank)
+        return self._all_gather(own, runs)
 
-    def _all_gather(self, own: torch.Tensor | None, buffer: torch.Tensor, splits: list[int]) -> ThreadedWork:
-        runs = list(torch.split(buffer, splits))
-        mine = runs[self.rank] if own is None else own
+    def _all_gather(self, own: torch.Tensor, runs: Sequence[torch.Tensor]) -> ThreadedWork:
+        sizes = [run.numel() for run in runs]
+        nbytes = sum(sizes) * own.element_size()
         return self._submit(
             "all_gather",
-            _signature(buffer.numel(), buffer.dtype, splits),
-            lambda words: self._transfers.spread(words, runs, mine),
-            buffer.nbytes,
-            (mine.nbytes * (self.world_size - 1), buffer.nbytes - mine.nbytes),
+            _signature(sum(sizes), own.dtype, sizes),
+            lambda words: self._transfers.spread(words, runs, own),
+            nbytes,
+            (own.nbytes * (self.world_size - 1), nbytes - own.nbytes),
         )
 
     def all_reduce(self, buffer: torch.Tensor, *, op: ReduceOp = "sum", average: bool = False) -> ThreadedWork:

@@ -144,6 +144,40 @@ def check_pieces(
     return runs
 
 
+def check_gather(operation: str, own: Tensor, runs: Sequence[Tensor], world_size: int, rank: int) -> None:
+    """There is one flat run for each rank, of one dtype, and what this rank gives fills its own.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.checks import check_gather
+        >>> runs = [torch.zeros(2), torch.zeros(3)]
+        >>> check_gather("all_gather", torch.zeros(2), runs, world_size=2, rank=0)
+        >>> check_gather("all_gather", torch.zeros(2), runs, world_size=2, rank=1)
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: all_gather on rank 1: gives 2 elements of torch.float32, its own run has 3 of ...
+    """
+    if len(runs) != world_size:
+        raise ConfigError(f"{operation} on rank {rank}: needs one run per rank, got {len(runs)} for {world_size} ranks")
+    check_flat(operation, own, rank, what="own run")
+    for owner, run in enumerate(runs):
+        check_flat(operation, run, rank, what=f"runs[{owner}]")
+        if run.dtype != own.dtype or (owner == rank and run.numel() != own.numel()):
+            whose = "its own run" if owner == rank else f"the run of rank {owner}"
+            raise ConfigError(
+                f"{operation} on rank {rank}: gives {own.numel()} elements of {own.dtype}, "
+                f"{whose} has {run.numel()} of {run.dtype}"
+            )
+        if (
+            own.numel()
+            and run.numel()
+            and _overlap(own, run)
+            and not (owner == rank and own.data_ptr() == run.data_ptr())
+        ):
+            raise ConfigError(
+                f"{operation} on rank {rank}: what it gives lies in the run of rank {owner}, which is written meanwhile"
+            )
+
+
 def _overlap(one: Tensor, other: Tensor) -> bool:
     starts_before_end = one.data_ptr() < other.data_ptr() + other.nbytes
     return starts_before_end and other.data_ptr() < one.data_ptr() + one.nbytes and one.device == other.device

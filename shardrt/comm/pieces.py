@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardrt.comm.checks import check_gather
 from shardrt.comm.works import FollowedWork
 from shardrt.protocols import PieceCommunicator
 
@@ -55,12 +56,46 @@ class SideBySide:
         # Devices with streams may read it after this call has returned: it stays until somebody has waited.
         return FollowedWork([work], then=lambda: _let_go(buffer))
 
-    def all_gather_from(self, own: Tensor, buffer: Tensor, splits: Sequence[int]) -> Work:
+    def all_gather_from(self, own: Tensor, runs: Sequence[Tensor]) -> Work:
         """See :class:`shardrt.protocols.PieceCommunicator`."""
-        rank = self._communicator.rank
-        start = sum(splits[:rank])
-        buffer[start : start + splits[rank]].copy_(own)
-        return self._communicator.all_gather(buffer, splits)
+        rank, splits = self._communicator.rank, [run.numel() for run in runs]
+        check_gather("all_gather", own, runs, self._communicator.world_size, rank)
+        if own.data_ptr() != runs[rank].data_ptr():
+            runs[rank].copy_(own)
+        together = as_one(runs)
+        if together is not None:
+            return self._communicator.all_gather(together, splits)
+        buffer = own.new_empty(sum(splits))
+        apart = torch.split(buffer, splits)
+        apart[rank].copy_(own)
+
+        def spread() -> None:
+            for owner, run in enumerate(runs):
+                if owner != rank:
+                    run.copy_(apart[owner])
+
+        return FollowedWork([self._communicator.all_gather(buffer, splits)], then=spread)
+
+
+def as_one(runs: Sequence[Tensor]) -> Tensor | None:
+    """Flat tensors that lie one behind the other in one memory, as one; None where they do not.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.comm.pieces import as_one
+        >>> whole = torch.arange(3)
+        >>> as_one([whole[:1], whole[1:]]), as_one([whole[1:], whole[:1]])
+        (tensor([0, 1, 2]), None)
+    """
+    filled = [run for run in runs if run.numel()]
+    if not filled:
+        return runs[0]
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].storage_offset()
+    for run in filled:
+        if (run.untyped_storage().data_ptr(), run.storage_offset()) != (memory, end):
+            return None
+        end += run.numel()
+    return filled[0].as_strided((end - filled[0].storage_offset(),), (1,))
 
 
 def _let_go(buffer: Tensor) -> None:

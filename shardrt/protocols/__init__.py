@@ -147,9 +147,11 @@ class PieceMover(Protocol):
         """
         ...
 
-    def all_gather_from(self, own: Tensor, buffer: Tensor, splits: Sequence[int]) -> Work:
-        """As ``all_gather``, with this rank's run taken from ``own``, which is elsewhere; afterwards it is in the
-        buffer too."""
+    def all_gather_from(self, own: Tensor, runs: Sequence[Tensor]) -> Work:
+        """As ``all_gather``, into one flat run for each rank, wherever those are; what this rank gives is ``own``.
+
+        Afterwards its own run holds that too. ``own`` may be that run itself, and shares no memory with the others.
+        """
         ...
 
 

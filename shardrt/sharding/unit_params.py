@@ -106,7 +106,7 @@ class UnitParams(KeptByModule):
     def _gather(self, one: BucketBuffers) -> Work:
         one.obtain_params()
         if one.sends_shard:
-            return self._mover.all_gather_from(one.shard, one.params, one.bucket.splits)
+            return self._mover.all_gather_from(one.shard, torch.split(one.params, list(one.bucket.splits)))
         one.load_own_run()
         return self._communicator.all_gather(one.params, one.bucket.splits)
 

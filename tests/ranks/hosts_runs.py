@@ -107,7 +107,7 @@ def against_flat(names: list[str], dtype_name: str) -> list[str]:
             buffer = mine.clone()
             comm.all_gather(buffer, splits).wait()
             again = torch.zeros_like(mine)
-            comm.all_gather_from(mine[own].clone(), again, splits).wait()  # type: ignore[attr-defined]
+            comm.all_gather_from(mine[own].clone(), torch.split(again, splits)).wait()  # type: ignore[attr-defined]
             told = mine.clone()
             comm.broadcast(told, source=world_size - 2).wait()
             moved.append(torch.cat([buffer, again, told]))

@@ -108,7 +108,7 @@ def same_bits(dtype_name: str, shared: bool) -> list[str]:
             comm.all_gather(buffer, splits).wait()
             own = put(mine[start : start + splits[rank]])
             again = put(torch.zeros_like(mine))
-            comm.all_gather_from(own, again, splits).wait()
+            comm.all_gather_from(own, torch.split(again, splits)).wait()
             compare("all_gather_from", again, buffer)
             told = put(mine)
             comm.broadcast(told, source=world_size - 1).wait()

@@ -89,13 +89,24 @@ def all_gather_from(bench: Bench, *, kind: str, dtype: str) -> None:
         return
     own = bench.mine(sum(splits), dtype)[bench.run_of(splits, bench.rank)].clone()
     buffer = bench.mine(sum(splits), dtype, salt=1)
-    piece_mover(bench.comm).all_gather_from(own, buffer, splits).wait()
+    import torch
+
+    # Once into runs side by side, once into runs that lie apart, with the own one given from there.
+    apart = [run.clone() for run in torch.split(buffer, list(splits))]
+    apart[bench.rank].copy_(own)
+    mover = piece_mover(bench.comm)
+    works = [
+        mover.all_gather_from(own, torch.split(buffer, list(splits))),
+        mover.all_gather_from(apart[bench.rank], apart),
+    ]
+    for work in works:
+        work.wait()
     for owner in range(bench.world_size):
         run = bench.run_of(splits, owner)
         expected = bench.values(owner, sum(splits), dtype)[run]
-        expect_same(
-            buffer[run], expected, f"all_gather of {dtype} from elsewhere, {kind} runs: the run of rank {owner}"
-        )
+        told = f"all_gather of {dtype}, {kind} runs: the run of rank {owner}"
+        expect_same(buffer[run], expected, f"{told}, from elsewhere")
+        expect_same(apart[owner], expected, f"{told}, where runs lie apart")
 
 
 def _pieces(whole: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
