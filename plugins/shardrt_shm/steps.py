@@ -9,13 +9,14 @@ it is needs no slot: its steps are all ready from the start, and the operation e
 
 Counters have 32 bits and go round; two of them are never further apart than one operation is long.
 
-Waiting takes a few looks and then sleeps in the kernel: ranks and their own computation share the processors. Each half
-second it looks whether the peer's process is still there.
+Waiting takes a few looks, lets others have the processor a few times, and then sleeps in the kernel: ranks and their own
+computation share the processors. Each half second it looks whether the peer's process is still there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,9 @@ from shardrt_shm.peers import Process
 _LOOK_SECONDS = 0.5
 _LOOKS = 40
 """Looks at a counter before sleeping: a few microseconds, in which a peer that is just as fast arrives."""
+_TURNS = 20
+"""After that, times that the processor is offered to others: where ranks share one, the peer that is waited for may be
+just the one who wants it, and nobody need be woken. Where nobody wants it this takes some microseconds."""
 _MASK = 0xFFFF_FFFF
 
 
@@ -143,6 +147,11 @@ class Steps:
         """``is_enough`` is a state that says as much as the counter: see Note [Parting] in joining."""
         for _ in range(_LOOKS):
             if _reached(word.value, target):
+                return
+        for _ in range(_TURNS):
+            os.sched_yield()
+            if _reached(word.value, target):
+                self._progress()
                 return
         started = looked = time.monotonic()
         address = ctypes.addressof(word)

@@ -79,7 +79,8 @@ class Transfers:
         """Each rank's run, on all ranks; this rank's is ``own``, which need not be among the runs."""
         dtype = own.dtype
         cell = self._slot_bytes // dtype.itemsize
-        place = process_arena().find(own)
+        # Copying what fits into one slot takes less time than waiting until all have read it where it is.
+        place = process_arena().find(own) if own.nbytes > self._slot_bytes else None
         if own.data_ptr() != runs[self.rank].data_ptr():
             move(runs[self.rank], own)
 
