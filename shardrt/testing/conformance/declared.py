@@ -11,8 +11,8 @@ def record(plugin: str, what: str) -> None:
     Example:
         >>> from shardrt.testing.conformance import declared
         >>> declared.record("carrier-pigeon", "float64 in all_reduce")
-        >>> [line for line in declared.table() if "pigeon" in line]
-        ['carrier-pigeon  float64 in all_reduce']
+        >>> [line.split(maxsplit=1) for line in declared.table() if "pigeon" in line]
+        [['carrier-pigeon', 'float64 in all_reduce']]
         >>> declared.forget("carrier-pigeon")
     """
     _declared.setdefault(plugin, set()).add(what)
