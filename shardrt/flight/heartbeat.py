@@ -4,6 +4,10 @@ Note [Heard of a stopped rank]: a rank that is stopped or killed cannot say what
 along. Whoever waits for it in vain finds its last words, and when they were said, in the store. They are written by a
 thread of their own over a connection of its own, so that nothing waits for them: not the training, and not those who
 ask the store for something else. A store that is gone ends the thread quietly; who waits hears of that otherwise.
+
+Note [Connecting takes its time]: for each new connection the server of torch's store looks up the caller's name, and
+answers nobody meanwhile: where a name server is slow that is 5 seconds now and then. So not while ranks meet, which is
+all through the store: the first words go over the connection that is there, and the own one is made a second later.
 """
 
 from __future__ import annotations
@@ -81,9 +85,10 @@ class _Voice:
 
     def run(self, store: Any) -> None:
         try:
-            store = _own_connection(store)
             beats = 0
             while (interval := self._beat(store, beats)) is not None and not self._stopping.wait(interval):
+                if beats == 0:  # see Note [Connecting takes its time]
+                    store = _own_connection(store)
                 beats += 1
             self._beat(store, None)
         except RuntimeError:  # torch's DistStoreError and DistNetworkError: the store is gone with its host
