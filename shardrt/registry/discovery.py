@@ -62,8 +62,9 @@ def installed_plugins() -> tuple[Origin, ...]:
         ['shardrt']
     """
     found = [
-        (entry_point, name, distribution.version)
+        (entry_point, name, version)
         for name, distribution in _distributions().items()
+        for version in (distribution.version,)  # parsed anew each time it is asked for
         for entry_point in distribution.entry_points
         if entry_point.group == PROJECT
     ]

@@ -51,6 +51,8 @@ class _Loader:
     manager: pluggy.PluginManager = attrs.field(init=False)
     infos: list[PluginInfo] = attrs.field(init=False, factory=list)
     given: list[object] = attrs.field(init=False, factory=list)
+    _trial: pluggy.PluginManager | None = attrs.field(init=False, default=None)
+    """An empty manager; None after a plugin that may have left something in it."""
 
     def __attrs_post_init__(self) -> None:
         self.traced = _switch(self.environ, TRACE)
@@ -112,12 +114,14 @@ class _Loader:
         return Registry(self.manager, tuple(self.infos), traced=self.traced)
 
     def _admit(self, plugin: object, origin: Origin) -> tuple[Record, ...]:
-        # A manager of its own: nothing of a plugin that fails half-way must stay behind in the shared one.
-        own = self._new_manager()
+        # First in a manager apart: nothing of a plugin that fails half-way must stay behind in the one that is used.
+        trial = self._trial or self._new_manager()
+        self._trial = None
         try:
             implemented = check_plugin(plugin, origin)
-            own.register(plugin, name=origin.name)
-            records = collect_records(own, origin, implemented)
+            trial.register(plugin, name=origin.name)
+            records = collect_records(trial, origin, implemented)
+            trial.unregister(plugin)
             self.manager.register(plugin, name=origin.name)
         except PluginError:
             raise
@@ -125,6 +129,7 @@ class _Loader:
             raise PluginLoadError(
                 f"{origin} could not be registered: {type(error).__name__}: {error}; {origin.remedy}"
             ) from error
+        self._trial = trial
         return records
 
     def _new_manager(self) -> pluggy.PluginManager:
