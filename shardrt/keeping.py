@@ -330,6 +330,8 @@ def named_optimizers(given: Optimizers) -> dict[str, ManagedOptimizer]:
 
 def _expanded(path: Path) -> str:
     """``~`` is the user's home, as in a shell; an address is left as it is."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"a checkpoint needs a path, got {path!r}")
     text = os.fspath(path)
     return str(pathlib.Path(text).expanduser()) if text.startswith("~") else text
 

@@ -148,6 +148,8 @@ class ShardingCalls:
             (2, 2)
         """
         self._check_open()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"rt.summon_full_params takes a torch.nn.Module, got {module!r}")
         wanted = set(module.parameters(recurse=recurse))
         with self._summoned(
             wanted,

@@ -41,6 +41,7 @@ from shardrt.protocols import Communicator, Group, ReduceOp, SharedAllocator, Wo
 from shardrt_hosts.combining import combined, takes_any_runs
 from shardrt_hosts.counting import TrafficOfLevels
 from shardrt_hosts.layout import HostLayout
+from shardrt_hosts.naming import with_ranks
 from shardrt_hosts.slicing import cut_each, cut_runs, slices_for
 
 _SMALL_BYTES = 4096
@@ -323,7 +324,7 @@ class HostsCommunicator:
 
     @contextmanager
     def _naming(self, operation: str, level: str) -> Iterator[None]:
-        """Errors of a level count its own ranks: say which they are here."""
+        """Errors of a level count its own ranks: tell them by the numbers that they have here."""
         try:
             yield
         except CommunicationError as error:
@@ -335,8 +336,8 @@ class HostsCommunicator:
             }[level]
             where = {"inside": "inside this host", "across": "across hosts", "flat": "among all ranks"}[level]
             failure = CommunicationError(
-                f"rank {self.rank}: {operation} of communicator {self._group.number} failed {where}, where ranks "
-                f"0 to {len(ranks) - 1} are ranks {', '.join(map(str, ranks))} of this communicator: {error}"
+                f"rank {self.rank}: {operation} of communicator {self._group.number} failed {where}: "
+                f"{with_ranks(str(error), ranks)}"
             )
             failure.ranks = tuple(ranks[one] for one in error.ranks if one < len(ranks))
             raise failure from error

@@ -9,8 +9,8 @@ it is needs no slot: its steps are all ready from the start, and the operation e
 
 Counters have 32 bits and go round; two of them are never further apart than one operation is long.
 
-Waiting takes a few looks, lets others have the processor a few times, and then sleeps in the kernel: ranks and their own
-computation share the processors. Each half second it looks whether the peer's process is still there.
+Waiting takes a few looks, lets others have the processor a few times, and then sleeps in the kernel: ranks and their
+own computation share the processors. Each half second it looks whether the peer's process is still there.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ def _from_launcher(environ: Mapping[str, str], timeout: float) -> Membership:
             rank=rank,
         )
     except RuntimeError as error:  # torch's DistNetworkError and DistStoreError
+        if "clients joined" in str(error):  # this rank hosts the store, and waited there for the others
+            raise CommunicationError(
+                f"rank {rank} of {world_size} has not met all other ranks within {timeout:g} s: {error}; see why they "
+                "did not start, or raise Runtime(timeout=...)"
+            ) from error
         raise CommunicationError(
             f"rank {rank} of {world_size} could not reach the store at {environ['MASTER_ADDR']}:"
             f"{environ['MASTER_PORT']} within {timeout:g} s: {error}; check that rank 0 runs and that the address and "

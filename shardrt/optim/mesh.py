@@ -91,7 +91,7 @@ def groups_of(mesh: Any, world_size: int) -> tuple[tuple[int, ...], ...]:
     rows = mesh.mesh.tolist() if hasattr(mesh, "mesh_dim_names") else mesh
     try:
         found = tuple(tuple(int(rank) for rank in row) for row in rows)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"mesh={mesh!r} is not possible; give groups of ranks, or a DeviceMesh of two axes (replicas, shards)"
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,30 @@ def check_defaults(
             )
 
 
+def ignored_things(modules: Any, params: Any) -> tuple[list[torch.nn.Module], list[torch.nn.Parameter]]:
+    """What is to be left alone, as lists: the modules and parameters themselves, since a name would match nothing.
+
+    Example:
+        >>> import torch
+        >>> from shardrt.sharding.arguments import ignored_things
+        >>> ignored_things([], ["0.weight"])
+        Traceback (most recent call last):
+        shardrt.errors.ConfigError: ignored_parameters= takes parameters themselves, got '0.weight'; pass ...
+    """
+    return (
+        _all_of(modules, torch.nn.Module, "ignored_modules= takes modules", "model.get_submodule(name)"),
+        _all_of(params, torch.nn.Parameter, "ignored_parameters= takes parameters", "model.get_parameter(name)"),
+    )
+
+
+def _all_of(given: Any, kind: type, takes: str, fix: str) -> list[Any]:
+    listed = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor)) else [given]
+    for one in listed:
+        if not isinstance(one, kind):
+            raise ConfigError(f"{takes} themselves, got {one!r}; pass {fix}")
+    return listed
+
+
 def grouped(module: torch.nn.Module, named: Named, given: Any) -> list[dict[str, Any]]:
     """Groups as optimizers of torch's take them, or a function of the module that makes them, with names.
 
@@ -61,7 +85,10 @@ def grouped(module: torch.nn.Module, named: Named, given: Any) -> list[dict[str,
     """
     names = {param: name for name, param in named}
     groups: list[dict[str, Any]] = []
-    for group in given(module) if callable(given) else given:
+    made = given(module) if callable(given) else given
+    if not isinstance(made, Iterable):
+        raise ConfigError(f"param_groups= must be groups, or a function that makes them; got {made!r}")
+    for group in made:
         if not isinstance(group, Mapping) or "params" not in group:
             raise ConfigError(
                 "param_groups= must be mappings with 'params', as optimizers of torch's take them; got a "

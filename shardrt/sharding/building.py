@@ -23,7 +23,7 @@ from shardrt.optim.residence import RESIDENT, Precision, PrecisionOf, own_precis
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.plan import Plan, Shard
 from shardrt.protocols import Communicator, Partitioner
-from shardrt.sharding.arguments import check_defaults, grouped
+from shardrt.sharding.arguments import check_defaults, grouped, ignored_things
 from shardrt.sharding.deferred import check_initialisable, is_deferred, materialise
 from shardrt.sharding.dividing import divide
 from shardrt.sharding.guarding import guard
@@ -93,6 +93,7 @@ def shard_module(
             pins=pins(offload),
             gradients=residence.gradients and not shows_shards,
         )
+        ignored_modules, ignored_parameters = ignored_things(ignored_modules, ignored_parameters)
         found = find_units(module, units, ignored_modules=ignored_modules, ignored_parameters=ignored_parameters)
         fields["units"] = Field(value=[unit.name for unit in found], fix="choose the same units on every rank")
         fields["divide_units"] = Field(value=divide_units, fix="pass the same divide_units on every rank")
