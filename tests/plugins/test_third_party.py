@@ -128,7 +128,7 @@ def test_under_ddp_with_clipping(ranks: RankPool, world_size: int) -> None:
 
 QUICK = (
     "not 3-ranks and not negotiated and not dtypes and not pieces and not output and not covers_every_element "
-    "and not uneven and not missing and not sizes and not broadcast and not all_to_all and not average"
+    "and not uneven and not missing and not sizes and not broadcast and not all_to_all and not reduce"
 )
 
 

@@ -23,7 +23,6 @@ SAMPLE = (
     "shard, bytes",
     "manifest, before its rename",
     "manifest, after its rename",
-    "exchange",
     "removing files",
 )
 

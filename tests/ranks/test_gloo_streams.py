@@ -97,7 +97,7 @@ def without_connections(rank_without: int) -> list[Any]:
     real = connecting.addresses_of_this_rank
     with (
         mock.patch.object(connecting, "addresses_of_this_rank", lambda: real() if hidden is None else hidden),
-        shardrt.Runtime(backend="gloo", timeout=30) as rt,
+        shardrt.Runtime(backend="gloo", timeout=12) as rt,
     ):
         communicator = _gloo(rt)
         buffer = torch.full((4,), float(rt.rank + 1))
