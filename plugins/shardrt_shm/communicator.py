@@ -8,6 +8,7 @@ own way: the notes in their areas tell which.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from shardrt_shm.arena import process_arena
 from shardrt_shm.joining import join_areas, part
 from shardrt_shm.pieces import Pieces
 from shardrt_shm.room import why_no_room
-from shardrt_shm.transfers import Transfers, is_small
+from shardrt_shm.transfers import Exchange, Transfers, is_small
 
 _SMALLEST_SHARED = 64 * 2**10
 """Below this a buffer is not worth a range of its own: it goes through one slot."""
@@ -53,7 +54,8 @@ class ShmCommunicator:
         self.world_size = group.world_size
         self.traffic = Traffic()
         self._group = group
-        self._issued = 0
+        self._issued = self._ended = 0
+        self._issuing = threading.Lock()
         self._closed = False
         self._log = rank_logger(group.rank, group.world_size)
         self._joined = join_areas(group, chunk_mb=chunk_mb, progress=lambda: self._thread.note_progress())
@@ -114,7 +116,7 @@ class ShmCommunicator:
         return self._submit(
             "reduce_scatter",
             _signature(pieces.numel, result.dtype, splits),
-            lambda words: self._transfers.reduce(words, pieces, splits, result, "sum", average=average),
+            lambda words: [self._transfers.reduce(words, pieces, splits, result, "sum", average=average)],
             pieces.numel * item,
             ((pieces.numel - own) * item, own * (self.world_size - 1) * item),
         )
@@ -136,7 +138,7 @@ class ShmCommunicator:
         return self._submit(
             "all_gather",
             _signature(sum(sizes), own.dtype, sizes),
-            lambda words: self._transfers.spread(words, runs, own),
+            lambda words: [self._transfers.spread(words, runs, own)],
             nbytes,
             (own.nbytes * (self.world_size - 1), nbytes - own.nbytes),
         )
@@ -168,7 +170,7 @@ class ShmCommunicator:
         return self._submit(
             "all_to_all",
             str(sent[0].dtype),
-            lambda words: self._transfers.all_to_all(words, received, sent),
+            lambda words: [self._transfers.all_to_all(words, received, sent)],
             sum(piece.nbytes for piece in sent),
             (sum(sent[peer].nbytes for peer in peers), sum(received[peer].nbytes for peer in peers)),
         )
@@ -181,14 +183,14 @@ class ShmCommunicator:
         return self._submit(
             "broadcast",
             f"{_signature(buffer.numel(), buffer.dtype)}, source {source}",
-            lambda words: self._transfers.broadcast(words, buffer, source),
+            lambda words: [self._transfers.broadcast(words, buffer, source)],
             buffer.nbytes,
             (buffer.nbytes * (self.world_size - 1) if is_source else 0, 0 if is_source else buffer.nbytes),
         )
 
     def barrier(self) -> None:
         """A step without data."""
-        self._submit("barrier", "", self._transfers.meet, 0, (0, 0)).wait()
+        self._submit("barrier", "", lambda words: [self._transfers.meet(words)], 0, (0, 0)).wait()
 
     def exchange(self, topic: str, value: Any) -> list[Any]:
         """Small JSON values, over the control channel."""
@@ -207,24 +209,33 @@ class ShmCommunicator:
         self,
         operation: str,
         signature: str,
-        run: Callable[[str], None],
+        plan: Callable[[str], list[Exchange]],
         nbytes: int,
         moved: tuple[int, int],
     ) -> ThreadedWork:
-        self._issued += 1
-        number = self._issued
-        described = f"{operation} (number {number} of communicator {self._group.number})"
+        with self._issuing:
+            is_idle = self._issued == self._ended
+            self._issued += 1
+            number = self._issued
+            described = f"{operation} (number {number} of communicator {self._group.number})"
+            self._thread.check_open(described)
+            exchanges = plan(f"{operation} {signature}".rstrip())
+            if is_idle:
+                with torch.inference_mode():  # as on the thread: these may be tensors of any kind
+                    self._transfers.begin(exchanges[0])
 
-        def attempt() -> None:
-            self._joined.steps.operation = described
-            try:
-                run(f"{operation} {signature}".rstrip())
-            except BaseException:
-                _kept_after_failures.append(run)
-                raise
-            self.traffic.count(operation, sent=moved[0], received=moved[1])
+            def attempt() -> None:
+                self._joined.steps.operation = described
+                try:
+                    for exchange in exchanges:
+                        self._transfers.run(exchange)
+                except BaseException:
+                    _kept_after_failures.append(exchanges)
+                    raise
+                self.traffic.count(operation, sent=moved[0], received=moved[1])
+                self._ended = number
 
-        return self._thread.submit(described, attempt, bytes=nbytes, communicator=self._group.number, number=number)
+            return self._thread.submit(described, attempt, bytes=nbytes, communicator=self._group.number, number=number)
 
     def _abort(self) -> None:
         self._joined.steps.aborted = True

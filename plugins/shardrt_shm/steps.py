@@ -62,6 +62,20 @@ class Steps:
         """Steps of all operations before this one."""
         self._failed = False
 
+    def begin(self, count: int, *, write: Callable[[int, int], None] | None) -> bool:
+        """Lay out what peers need first of the next operation, if that can be done without waiting; says whether.
+
+        Whoever calls this sees to it that no operation runs meanwhile.
+        """
+        past = self._past
+        if write is not None and not self._all_done(past + 1 - SLOTS):
+            return False
+        self._failed = True  # until the operation has run
+        if write is not None:
+            write(0, past)
+        self._count(self._own.ready, past + (count if write is None else 1))
+        return True
+
     def run(
         self,
         count: int | None,
@@ -70,18 +84,20 @@ class Steps:
         read: Callable[[int, int], None] | None,
         meet: Callable[[], int | None],
         is_in_place: bool = False,
+        has_begun: bool = False,
     ) -> None:
         """Run the steps of one operation: ``count`` of them, or as many as ``meet`` says.
 
         ``write(k, slot)`` lays out the data of step ``k``; None where this rank has nothing to lay out.
         ``read(k, slot)`` takes the peers'. ``meet`` is called once, when all peers are known to be at their next
-        operation. With ``is_in_place`` peers read this rank's data where it is, until this returns.
+        operation. With ``is_in_place`` peers read this rank's data where it is, until this returns. ``has_begun``:
+        what :meth:`begin` said of this operation.
         """
         past = self._past
         self._failed = True  # until the end is reached
-        written = step = 0
+        written, step = int(has_begun), 0
         known = count
-        if write is None:
+        if write is None and not has_begun:
             self._count(self._own.ready, past + (1 if known is None else known))
         while known is None or step < known:
             # All that the slots have room for, but only the next step's is waited for.

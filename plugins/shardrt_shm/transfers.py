@@ -1,9 +1,15 @@
-"""The collectives as steps: what each rank lays out, and what it takes."""
+"""The collectives as steps: what each rank lays out, and what it takes.
+
+Note [Begun by the caller]: an operation runs on its communicator's thread, which has to be woken for it. Peers would
+wait that long for data that is there already. So a caller that finds the thread idle tells them itself, where that
+takes no waiting and little copying: the data lies in shared memory, or fits into one slot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import torch
 
 from shardrt.errors import CommunicationError
@@ -17,6 +23,25 @@ from shardrt_shm.sums import Summing
 _SMALL_BYTES = PAGE
 """Up to here every rank reads everything of all others, which takes one meeting instead of two."""
 _LINE = 64
+
+
+@attrs.define(kw_only=True, eq=False)
+class Exchange:
+    """What is laid out and taken in the steps of an operation. See :meth:`shardrt_shm.steps.Steps.run`."""
+
+    words: str
+    """What all ranks must have alike."""
+    count: int | None
+    write: Callable[[int, int], None] | None = None
+    read: Callable[[int, int], None] | None = None
+    place: Place | None = None
+    """Where peers read this rank's data; None where it goes through slots."""
+    sizes: tuple[int, ...] = ()
+    meet: Callable[[], int] | None = None
+    first: Callable[[], None] = lambda: None
+    """What this rank does for itself."""
+    begun: int = 0
+    """The number of its note, once that is written ahead."""
 
 
 class Transfers:
@@ -36,13 +61,13 @@ class Transfers:
         self._noted = 0
         self._notes: dict[int, Note] = {}
 
-    def meet(self, words: str) -> None:
+    def meet(self, words: str) -> Exchange:
         """Nothing moves."""
-        self._run(words, 1, write=None, read=None)
+        return Exchange(words=words, count=1)
 
     def reduce(
         self, words: str, pieces: Pieces, sizes: Sequence[int], result: torch.Tensor, op: str, *, average: bool
-    ) -> None:
+    ) -> Exchange:
         """Each rank's run, reduced, in its owner's result."""
         dtype = result.dtype
         cell = self._cell_bytes // dtype.itemsize
@@ -73,16 +98,19 @@ class Transfers:
             runs = [own if rank == self.rank else sources[rank] for rank in range(self.world_size)]
             self._summing.combine(runs, result[begin : begin + count], op, divide_by=divide_by)
 
-        self._run(words, _steps(sizes, cell), write=None if place else write, read=read, place=place)
+        count = _steps(sizes, cell)
+        return Exchange(words=words, count=count, write=None if place else write, read=read, place=place)
 
-    def spread(self, words: str, runs: Sequence[torch.Tensor], own: torch.Tensor) -> None:
+    def spread(self, words: str, runs: Sequence[torch.Tensor], own: torch.Tensor) -> Exchange:
         """Each rank's run, on all ranks; this rank's is ``own``, which need not be among the runs."""
         dtype = own.dtype
         cell = self._slot_bytes // dtype.itemsize
         # Copying what fits into one slot takes less time than waiting until all have read it where it is.
         place = process_arena().find(own) if own.nbytes > self._slot_bytes else None
-        if own.data_ptr() != runs[self.rank].data_ptr():
-            move(runs[self.rank], own)
+
+        def first() -> None:
+            if own.data_ptr() != runs[self.rank].data_ptr():
+                move(runs[self.rank], own)
 
         def write(step: int, at: int) -> None:
             part = own[step * cell : (step + 1) * cell]
@@ -97,18 +125,21 @@ class Transfers:
                     move(run, self._found(peer, at, dtype, 0, 0, run.numel()))
 
         count = _steps([run.numel() for run in runs], cell)
-        self._run(words, count, write=None if place else write, read=read, place=place)
+        return Exchange(words=words, count=count, write=None if place else write, read=read, place=place, first=first)
 
-    def all_reduce(self, words: str, buffer: torch.Tensor, sizes: Sequence[int], op: str, *, average: bool) -> None:
+    def all_reduce(
+        self, words: str, buffer: torch.Tensor, sizes: Sequence[int], op: str, *, average: bool
+    ) -> list[Exchange]:
         """The reduction on all ranks, the same bits everywhere."""
         if is_small(buffer):
-            self._all_reduce_at_once(words, buffer, op, average=average)
-            return
+            return [self._all_reduce_at_once(words, buffer, op, average=average)]
         runs = list(torch.split(buffer, list(sizes)))
-        self.reduce(words, Pieces([buffer]), sizes, runs[self.rank], op, average=average)
-        self.spread(words, runs, runs[self.rank])
+        return [
+            self.reduce(words, Pieces([buffer]), sizes, runs[self.rank], op, average=average),
+            self.spread(words, runs, runs[self.rank]),
+        ]
 
-    def _all_reduce_at_once(self, words: str, buffer: torch.Tensor, op: str, *, average: bool) -> None:
+    def _all_reduce_at_once(self, words: str, buffer: torch.Tensor, op: str, *, average: bool) -> Exchange:
         dtype, count = buffer.dtype, buffer.numel()
 
         def write(step: int, at: int) -> None:
@@ -120,13 +151,15 @@ class Transfers:
                 runs = [area.slot(at, dtype)[:count] for area in areas]
                 self._summing.combine(runs, buffer, op, divide_by=self.world_size if average else 1)
 
-        self._run(words, 1, write=write, read=read)
+        return Exchange(words=words, count=1, write=write, read=read)
 
-    def all_to_all(self, words: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+    def all_to_all(self, words: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Exchange:
         """What each rank sends to each; sizes are known to sender and receiver only."""
         dtype = sent[0].dtype
         cell = self._cell_bytes // dtype.itemsize
-        move(received[self.rank], sent[self.rank])
+
+        def first() -> None:
+            move(received[self.rank], sent[self.rank])
 
         def write(step: int, at: int) -> None:
             slot = self._own.slot(at, dtype)
@@ -152,9 +185,9 @@ class Transfers:
             return max(_steps(table, cell) for table in tables)
 
         sizes = tuple(piece.numel() for piece in sent)
-        self._run(words, None, write=write, read=read, sizes=sizes, meet=longest)
+        return Exchange(words=words, count=None, write=write, read=read, sizes=sizes, meet=longest, first=first)
 
-    def broadcast(self, words: str, buffer: torch.Tensor, source: int) -> None:
+    def broadcast(self, words: str, buffer: torch.Tensor, source: int) -> Exchange:
         """The source's buffer, on all ranks."""
         dtype = buffer.dtype
         cell = self._slot_bytes // dtype.itemsize
@@ -172,31 +205,32 @@ class Transfers:
                 move(buffer, self._found(source, at, dtype, 0, 0, buffer.numel()))
 
         is_source = source == self.rank
-        self._run(
-            words,
-            _steps([buffer.numel()], cell),
+        return Exchange(
+            words=words,
+            count=_steps([buffer.numel()], cell),
             write=write if is_source and place is None else None,
             read=None if is_source else read,
             place=place,
         )
 
-    def _run(
-        self,
-        words: str,
-        count: int | None,
-        *,
-        write: Callable[[int, int], None] | None,
-        read: Callable[[int, int], None] | None,
-        place: Place | None = None,
-        sizes: tuple[int, ...] = (),
-        meet: Callable[[], int] | None = None,
-    ) -> None:
-        self._noted += 1
-        number = self._noted & 0xFFFF_FFFF
-        self._own.write(Note(number=number, signature=words, place=place, sizes=sizes))
+    def begin(self, exchange: Exchange) -> None:
+        """See Note [Begun by the caller]."""
+        if exchange.count is None or (exchange.write is not None and exchange.count > 1):
+            return
+        number = self._write_note(exchange)
+        if self._steps.begin(exchange.count, write=exchange.write):
+            exchange.begun = number
+        else:
+            self._noted -= 1  # it is written again when it is the thread's turn
+
+    def run(self, exchange: Exchange) -> None:
+        """All steps of an operation, or those that are left."""
+        words, meet, begun = exchange.words, exchange.meet, exchange.begun
+        number = begun or self._write_note(exchange)
+        exchange.first()
 
         def look() -> int | None:
-            self._notes = {peer: area.read(number, sizes=bool(sizes)) for peer, area in self._areas.items()}
+            self._notes = {peer: area.read(number, sizes=bool(exchange.sizes)) for peer, area in self._areas.items()}
             for peer, note in self._notes.items():
                 if (note.number, note.signature) != (number, words):
                     error = CommunicationError(
@@ -208,7 +242,19 @@ class Transfers:
                     raise error
             return None if meet is None else meet()
 
-        self._steps.run(count, write=write, read=read, meet=look, is_in_place=place is not None)
+        self._steps.run(
+            exchange.count,
+            write=exchange.write,
+            read=exchange.read,
+            meet=look,
+            is_in_place=exchange.place is not None,
+            has_begun=bool(begun),
+        )
+
+    def _write_note(self, exchange: Exchange) -> int:
+        self._noted = self._noted % 0xFFFF_FFFF + 1  # never 0
+        self._own.write(Note(number=self._noted, signature=exchange.words, place=exchange.place, sizes=exchange.sizes))
+        return self._noted
 
     def _found(self, peer: int, at: int, dtype: torch.dtype, in_slot: int, in_place: int, count: int) -> torch.Tensor:
         """Elements of a peer: in its slot, or in its memory where it has said that they are."""

@@ -16,6 +16,7 @@ from shardrt_shm.communicator import ShmCommunicator
 import shardrt
 from shardrt import Group
 from shardrt.comm.control import StoreControl
+from shardrt.comm.thread import ThreadedWork
 
 
 @contextmanager
@@ -158,3 +159,33 @@ def different_calls() -> str:
         except shardrt.ShardrtError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def begun_by_callers() -> dict[str, int]:
+    """How many steps of an operation peers may read when it is queued."""
+    found: dict[str, int] = {}
+    with both() as (shm, _):
+        queue = shm._thread.submit
+        name = ""
+
+        def submit(*args: Any, **details: Any) -> ThreadedWork:
+            found[name] = shm._joined.own.ready.value - shm._joined.steps._past
+            return queue(*args, **details)
+
+        shm._thread.submit = submit  # type: ignore[method-assign]
+        slot = shm._joined.layout.slot_bytes // 4
+        name = "all_reduce"
+        shm.all_reduce(torch.ones(8)).wait()
+        name = "in place"
+        kept = shm.allocate(15 * slot, torch.float32)
+        assert kept is not None
+        shm.all_gather(kept, [5 * slot] * 3).wait()
+        name = "barrier"
+        shm.barrier()
+        name = "many slots"
+        first = shm.all_gather(torch.ones(15 * slot), [5 * slot] * 3)
+        name = "behind another"
+        first.wait()
+        shm._ended -= 1  # as if that one had not ended
+        shm.all_reduce(torch.ones(8)).wait()
+    return found

@@ -28,6 +28,12 @@ def test_memory_goes_back_with_the_last_tensor_and_the_communicator(ranks: RankP
         assert found["refused"] and found["again"] == 0
 
 
+def test_peers_hear_of_an_operation_before_its_thread_is_woken(ranks: RankPool) -> None:
+    for found in ranks.run(shm_runs.begun_by_callers, ranks=3, init="gloo"):
+        # Counted as ready by the time it is queued: one slot, all steps of what lies in shared memory, a barrier.
+        assert found == {"all_reduce": 1, "in place": 5, "barrier": 1, "many slots": 0, "behind another": 0}
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", ["sync", "priority"])
 def test_an_optimizer_trains_as_its_twin(ranks: RankPool, schedule: str, world_size: int) -> None:

@@ -130,6 +130,28 @@ def test_counters_go_round() -> None:
     assert (areas[0].ready.value, areas[0].done.value, steps._past) == (3, 3, 3)
 
 
+def test_an_operation_begins_ahead_only_where_its_slot_is_free() -> None:
+    layout = AreaLayout(world_size=2, slot_bytes=4096)
+    areas = [Area(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for _ in range(2)]
+    for area in areas:
+        area.state.value = 1
+    steps = steps_of(areas, 0)
+    steps._past = SLOTS
+    written: list[int] = []
+
+    def write(step: int, at: int) -> None:
+        written.append(at)
+
+    assert not steps.begin(1, write=write)
+    assert written == [] and areas[0].ready.value == 0
+    areas[1].done.value = 1  # the peer has read the first slot
+    assert steps.begin(1, write=write)
+    assert written == [SLOTS] and areas[0].ready.value == SLOTS + 1
+    areas[1].ready.value = SLOTS + 1
+    steps.run(1, write=write, read=None, meet=lambda: None, has_begun=True)
+    assert written == [SLOTS] and areas[0].done.value == SLOTS + 1
+
+
 def test_nobody_writes_what_a_peer_still_reads() -> None:
     layout = AreaLayout(world_size=2, slot_bytes=4096)
     areas = [Area(layout, torch.zeros(layout.nbytes, dtype=torch.uint8)) for _ in range(2)]
