@@ -59,6 +59,7 @@ class InterleavedSchedule:
             raise
         finally:
             self._iterations.pop(engine, None)
+            iteration.buckets.clear()  # they know the iteration: neither would go before the collector comes
 
     def _start(self, engine: StepEngine, bucket: int) -> _SteppedBucket:
         iteration = self._iterations.setdefault(engine, _Iteration())

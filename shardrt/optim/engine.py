@@ -20,8 +20,8 @@ from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.carrying import Carried, carried_by, carry_on, forget, forget_some, spread_parameters
 from shardrt.optim.gradients import (
     BucketAtWork,
+    MoveGradientHome,
     OwnedShard,
-    move_gradient_home,
     part_of_gradient,
     scale_where_they_are,
     wait_for_reduction,
@@ -397,15 +397,16 @@ class BucketEngine:
         self.hooks.clear()
 
     def _install_hooks(self) -> None:
+        arrived = None if self._watch is None else self._watch.arrived
         for index, bucket in enumerate(self._buckets):
+            wait = wait_for_reduction(bucket)
             for slot in bucket.buffers.slots:
                 tensor = slot.param.tensor
-                arrived = None if self._watch is None else partial(self._watch.arrived, index, id(tensor))
-                move = move_gradient_home(bucket, slot, self._adopts, arrived)
+                move = MoveGradientHome(bucket, slot, self._adopts, index, arrived)
                 with _taken_for_thawed(tensor):
                     self.hooks.append(tensor.register_post_accumulate_grad_hook(move))  # type: ignore[no-untyped-call]
-                    if self._watch is not None:
-                        self.hooks.append(tensor.register_hook(wait_for_reduction(bucket)))  # type: ignore[no-untyped-call]
+                    if arrived is not None:
+                        self.hooks.append(tensor.register_hook(wait))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

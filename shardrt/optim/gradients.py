@@ -228,25 +228,34 @@ def _zero(buffers: BucketBuffers, slot: Slot) -> None:
         buffers.gradients[offset : offset + shard.numel].zero_()
 
 
-def move_gradient_home(
-    bucket: BucketAtWork, slot: Slot, adopts: bool, arrived: Callable[[], None] | None
-) -> Callable[[torch.Tensor], None]:
-    name, home = slot.param.name, slot.gradient
+class MoveGradientHome:
+    """What is called when a parameter's gradient was accumulated. Models have many parameters: this is kept small."""
 
-    def hook(tensor: torch.Tensor) -> None:
-        bucket.outdated = True
-        gradient = tensor.grad
+    __slots__ = ("_adopts", "_arrived", "_bucket", "_index", "_slot")
+
+    def __init__(
+        self, bucket: BucketAtWork, slot: Slot, adopts: bool, index: int, arrived: Callable[[int, int], None] | None
+    ) -> None:
+        """``arrived`` is told the index of the bucket, and of which parameter the gradient is."""
+        self._bucket = bucket
+        self._slot = slot
+        self._adopts = adopts
+        self._index = index
+        self._arrived = arrived
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """See :meth:`torch.Tensor.register_post_accumulate_grad_hook`."""
+        self._bucket.outdated = True
+        gradient, home = tensor.grad, self._slot.gradient
         if gradient is not home and gradient is not None:
-            refuse_sparse(name, gradient)
+            refuse_sparse(self._slot.param.name, gradient)
             # A gradient that is itself part of a graph (create_graph=True) must stay in it; the step copies it.
-            if adopts and home is not None and not gradient.requires_grad:
-                check_unchanged(name, home, gradient)
+            if self._adopts and home is not None and not gradient.requires_grad:
+                check_unchanged(self._slot.param.name, home, gradient)
                 home.copy_(gradient)
                 tensor.grad = home
-        if arrived is not None:
-            arrived()
-
-    return hook
+        if self._arrived is not None:
+            self._arrived(self._index, id(tensor))
 
 
 def wait_for_reduction(bucket: BucketAtWork) -> Callable[[torch.Tensor], None]:
