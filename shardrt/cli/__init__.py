@@ -20,6 +20,7 @@ COMMANDS = MappingProxyType(
         "ckpt": ("shardrt.cli.ckpt:ckpt", "Look at, verify, compare and convert checkpoints."),
         "demo": ("shardrt.cli.demo:demo", "Train a small model on a few ranks of this machine."),
         "doctor": ("shardrt.cli.doctor:doctor", "Find out what works here, and what would make the rest work."),
+        "plan": ("shardrt.cli.plan:plan", "Show which rank would own what of a model."),
         "plugins": ("shardrt.cli.plugins:plugins", "List what installed plugins offer."),
         "trace": ("shardrt.cli.trace:trace", "Tell how much communication a recorded run hid, and draw it."),
     }

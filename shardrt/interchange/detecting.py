@@ -10,11 +10,13 @@ from shardrt.interchange.dcp_metadata import METADATA
 from shardrt.interchange.hf import INDEX_SUFFIX, SUFFIX
 
 KINDS = {
-    "torch": "a file of torch.save with state dicts",
+    "torch": "a file of torch.save with state dicts, or a directory with such: model.pt, optimizer.pt or both",
     "dcp": "a directory of torch.distributed.checkpoint, with .metadata",
     "hf": "a .safetensors file, or a directory with one or with several and their index",
 }
 """What is understood, by the names that :func:`detect` gives."""
+TORCH_FILES = ("model.pt", "optimizer.pt")
+"""What ``shardrt ckpt export`` writes for torch."""
 
 
 def detect(path: str | Path) -> str:
@@ -47,7 +49,7 @@ def _directory(path: Path) -> str | None:
         return "dcp"
     if list(path.glob(f"*{INDEX_SUFFIX}")) or list(path.glob(f"*{SUFFIX}")):
         return "hf"
-    return None
+    return "torch" if any((path / name).is_file() for name in TORCH_FILES) else None
 
 
 def _file(path: Path) -> str | None:

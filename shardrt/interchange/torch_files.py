@@ -48,7 +48,9 @@ def read_torch(
     if model is not None:
         found = _open(Path(model))
         if found.model is None:
-            raise CheckpointError(f"{model} holds an optimizer's state dict and no model; pass it as optimizer=")
+            raise CheckpointError(
+                f"{model} holds an optimizer's state dict and no model; pass it as optimizer= (--optimizer)"
+            )
     else:
         found = _Found(where="", model=None, optimizer=None, extra={})
     tensors = _Tensors()

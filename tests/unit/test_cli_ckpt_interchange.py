@@ -27,14 +27,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_and_back(saved: Path, tmp_path: Path, kind: str, lost: set[str]) -> None:
     told = document("export", saved, tmp_path / "theirs", "--format", kind)
     assert told["kind"] == kind and len(told["notes"]) == 1 + len(lost)
-    source = [tmp_path / "theirs"]
-    if kind == "torch":
-        source = [tmp_path / "theirs" / "model.pt"]
-        flags = ["--optimizer", tmp_path / "theirs" / "optimizer.pt"]
-    else:
-        flags = []
-    flags += ["--optimizer-class", "torch.optim.adamw.AdamW", "--ranks", 2, "--partitioner", "flat"]
-    back = document("import", *source, tmp_path / "back", *flags)
+    flags = ["--optimizer-class", "torch.optim.adamw.AdamW", "--ranks", 2, "--partitioner", "flat"]
+    back = document("import", tmp_path / "theirs", tmp_path / "back", *flags)
     assert (back["kind"], back["ranks"]) == (kind, 2)
     assert document("verify", tmp_path / "back")["ok"]
     found = document("diff", saved, tmp_path / "back", code=1 if lost else 0)["differences"]
@@ -50,6 +44,8 @@ def test_what_torch_wrote_is_kept_whole_unless_its_class_is_told(saved: Path, tm
     flags = ["--optimizer", optimizer, "--ranks", 2, "--partitioner", "flat"]
     refused = run("import", model, tmp_path / "back", *flags)
     assert refused.exit_code == 1 and "an optimizer of unknown class are kept whole" in refused.stderr
+    swapped = run("import", optimizer, tmp_path / "back")
+    assert swapped.exit_code == 1 and "pass it as optimizer= (--optimizer)" in swapped.stderr
     again = run("export", saved, tmp_path / "theirs", "--format", "torch")
     assert again.exit_code == 1 and "is there already" in again.stderr
 

@@ -45,8 +45,9 @@ def import_(
 ) -> None:
     """Make a checkpoint of what another program has written.
 
-    SOURCE is a file of torch.save, a directory of torch.distributed.checkpoint, or Hugging Face's safetensors. Nothing
-    in it is executed. The new checkpoint becomes the next, and the latest, of the directory OUT.
+    SOURCE is a file of torch.save, a directory with model.pt and optimizer.pt as `shardrt ckpt export` writes it, a
+    directory of torch.distributed.checkpoint, or Hugging Face's safetensors. Nothing in it is executed. The new
+    checkpoint becomes the next, and the latest, of the directory OUT.
     """
     import shardrt
     from shardrt.checkpoint.offline import write_checkpoint
@@ -79,6 +80,7 @@ def read_foreign(
     import attrs
 
     from shardrt import interchange
+    from shardrt.interchange.detecting import TORCH_FILES
 
     kind = interchange.detect(source)
     listed = None if names is None else Path(names).read_text(encoding="utf-8").split("\n")
@@ -88,7 +90,10 @@ def read_foreign(
     if kind == "hf" and called is not None:
         raise click.UsageError(f"--names are an optimizer's, and {source!r} has weights only; leave it out")
     state: PortableState
-    if kind == "torch":
+    if kind == "torch" and Path(source).is_dir():
+        model, beside = (path if path.is_file() else None for path in (Path(source) / name for name in TORCH_FILES))
+        state = interchange.read_torch(model, optimizer or beside, names=called)
+    elif kind == "torch":
         state = interchange.read_torch(source, optimizer, names=called)
     elif kind == "dcp":
         state = interchange.read_dcp(source, names=called)
