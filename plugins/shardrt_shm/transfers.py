@@ -23,6 +23,7 @@ from shardrt_shm.sums import Summing
 _SMALL_BYTES = PAGE
 """Up to here every rank reads everything of all others, which takes one meeting instead of two."""
 _LINE = 64
+_MASK = 0xFFFF_FFFF
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -40,8 +41,8 @@ class Exchange:
     meet: Callable[[], int] | None = None
     first: Callable[[], None] = lambda: None
     """What this rank does for itself."""
-    begun: int = 0
-    """The number of its note, once that is written ahead."""
+    begun: int | None = None
+    """The number of its note, where it was begun ahead."""
 
 
 class Transfers:
@@ -221,12 +222,12 @@ class Transfers:
         if self._steps.begin(exchange.count, write=exchange.write):
             exchange.begun = number
         else:
-            self._noted -= 1  # it is written again when it is the thread's turn
+            self._noted = (number - 1) & _MASK  # it is written again when it is the thread's turn
 
     def run(self, exchange: Exchange) -> None:
         """All steps of an operation, or those that are left."""
         words, meet, begun = exchange.words, exchange.meet, exchange.begun
-        number = begun or self._write_note(exchange)
+        number = self._write_note(exchange) if begun is None else begun
         exchange.first()
 
         def look() -> int | None:
@@ -248,11 +249,11 @@ class Transfers:
             read=exchange.read,
             meet=look,
             is_in_place=exchange.place is not None,
-            has_begun=bool(begun),
+            has_begun=begun is not None,
         )
 
     def _write_note(self, exchange: Exchange) -> int:
-        self._noted = self._noted % 0xFFFF_FFFF + 1  # never 0
+        self._noted = (self._noted + 1) & _MASK
         self._own.write(Note(number=self._noted, signature=exchange.words, place=exchange.place, sizes=exchange.sizes))
         return self._noted
 
