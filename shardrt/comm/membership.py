@@ -133,7 +133,13 @@ def start_group(membership: Membership, record: BackendRecord, *, timeout: float
         )
 
     what = f"starting a {record.process_group} process group"
-    within(timeout + _GRACE_SECONDS, what, start, rank=membership.rank)
+    try:
+        within(timeout + _GRACE_SECONDS, what, start, rank=membership.rank)
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"rank {membership.rank}: {what} of {membership.world_size} ranks failed: {error}; a rank has ended, or "
+            "takes longer to come; look at the other ranks, or raise Runtime(timeout=...)"
+        ) from error
     return dist.group.WORLD
 
 
