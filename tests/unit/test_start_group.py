@@ -20,7 +20,5 @@ def test_a_rank_that_does_not_come_is_told_as_an_error_of_ours(monkeypatch: pyte
     control = SimpleNamespace(number=1)
     membership: Any = SimpleNamespace(rank=0, world_size=3, store=dist.HashStore(), control=control)
     record: Any = SimpleNamespace(process_group="gloo", prepare=None)
-    with pytest.raises(
-        CommunicationError, match="rank 0: starting a gloo process group of 3 ranks failed"
-    ):
+    with pytest.raises(CommunicationError, match="rank 0: starting a gloo process group of 3 ranks failed"):
         start_group(membership, record, timeout=1.0)
