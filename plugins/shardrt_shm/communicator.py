@@ -28,12 +28,13 @@ from shardrt.comm.checks import (
 from shardrt.comm.thread import OperationThread, ThreadedWork
 from shardrt.errors import ConfigError
 from shardrt.log import rank_logger
-from shardrt.protocols import Group, ReduceOp
+from shardrt.protocols import Group, ReduceOp, RunView
 from shardrt_shm.arena import process_arena
 from shardrt_shm.joining import join_areas, part
 from shardrt_shm.pieces import Pieces
 from shardrt_shm.room import why_no_room
 from shardrt_shm.transfers import Exchange, Transfers, is_small
+from shardrt_shm.viewing import view_runs
 
 _SMALLEST_SHARED = 64 * 2**10
 """Below this a buffer is not worth a range of its own: it goes through one slot."""
@@ -84,6 +85,19 @@ class ShmCommunicator:
                 reason = str(error)
         self._log.info("shm.no_room", bytes=nbytes, reason=reason)
         return None
+
+    def view_runs(self, asked: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> list[RunView | None]:
+        """The runs of all ranks where they are. See :mod:`shardrt_shm.viewing`."""
+        if not asked:
+            return []
+
+        def gather(table: torch.Tensor) -> None:
+            self.all_gather(table.view(-1), [table[0].numel()] * self.world_size).wait()
+
+        def agree(found: torch.Tensor) -> None:
+            self.all_reduce(found, op="min").wait()
+
+        return list(view_runs(asked, self.rank, self._joined.peers, gather, agree))
 
     def reduce_scatter(
         self,

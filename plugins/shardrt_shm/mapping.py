@@ -24,9 +24,12 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _FAILED = ctypes.c_void_p(-1).value
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_FIXED, _NO_RESERVE = 0x10, 0x4000
+"""Of mmap: at just this address, in place of what is there; memory is for what is written only. Python lacks both."""
 
 
 def whole_pages(nbytes: int) -> int:
@@ -48,10 +51,59 @@ def map_range(
     When the last tensor over it is gone the range is unmapped; ``then`` is called with its address just before.
     """
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    address = _libc.mmap(None, length, protection, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, offset)
+    return _as_tensor(_mapped(None, length, protection, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, offset), length, then)
+
+
+class Stretch:
+    """Addresses in a row, empty at first, in which pages of files can be shown. Nothing that is written here is seen by
+    anybody else.
+
+    Example:
+        >>> import os, torch
+        >>> from shardrt_shm.mapping import PAGE, Stretch
+        >>> fd = os.memfd_create("example")
+        >>> _ = os.write(fd, bytes([7]) * PAGE)
+        >>> stretch = Stretch(2 * PAGE)
+        >>> stretch.show(PAGE, PAGE, fd, 0)
+        >>> stretch.memory[PAGE - 1 : PAGE + 1].tolist()
+        [0, 7]
+        >>> stretch.memory[PAGE] = 8
+        >>> os.pread(fd, 1, 0), stretch.drop(), stretch.memory[PAGE].item()
+        (b'\\x07', None, 7)
+        >>> os.close(fd)
+    """
+
+    def __init__(self, length: int) -> None:
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._address = _mapped(None, length, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
+        self._length = length
+        self.memory = _as_tensor(self._address, length, None)
+        """All of it, as bytes."""
+
+    def show(self, begin: int, length: int, fd: int, offset: int) -> None:
+        """Show whole pages of a file."""
+        assert 0 <= begin <= begin + length <= self._length
+        kind = mmap.MAP_PRIVATE | _NO_RESERVE | _FIXED
+        _mapped(self._address + begin, length, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, offset)
+
+    def put(self, begin: int, source: torch.Tensor) -> None:
+        """Copy bytes to a place."""
+        ctypes.memmove(self._address + begin, source.data_ptr(), source.nbytes)
+
+    def drop(self) -> None:
+        """Forget what was written here: files show what they hold, the rest is zero."""
+        _libc.madvise(self._address, self._length, mmap.MADV_DONTNEED)
+
+
+def _mapped(at: int | None, length: int, protection: int, kind: int, fd: int, offset: int) -> int:
+    address: int = _libc.mmap(at, length, protection, kind, fd, offset)
     if address == _FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"{os.strerror(code)}, mapping {length} bytes of shared memory")
+    return address
+
+
+def _as_tensor(address: int, length: int, then: Callable[[int], Any] | None) -> torch.Tensor:
     whole = (ctypes.c_char * length).from_address(address)
     # Not at the end of the process: other threads may still be reading then.
     weakref.finalize(whole, _unmap, os.getpid(), address, length, then).atexit = False

@@ -100,17 +100,22 @@ class Peer:
         with self._lock:
             found = self._ranges.get((offset, length))
             if found is None:
-                if not 0 <= offset <= offset + length <= os.fstat(self._fd).st_size:
-                    raise BackendUnavailableError(
-                        f"process {self.process.pid} names bytes {offset} to {offset + length} of its shared memory, "
-                        f"which has {os.fstat(self._fd).st_size}; this is a bug, please report it"
-                    )
-                found = self._ranges[offset, length] = map_range(self._fd, offset, length, writable=False)
+                fd = self.checked(offset, length)
+                found = self._ranges[offset, length] = map_range(fd, offset, length, writable=False)
                 if len(self._ranges) > _MOST_RANGES:
                     self._ranges.popitem(last=False)
             else:
                 self._ranges.move_to_end((offset, length))
             return found
+
+    def checked(self, offset: int, length: int) -> int:
+        """The file, for whoever maps this range of it, which must lie in it."""
+        if not 0 <= offset <= offset + length <= os.fstat(self._fd).st_size:
+            raise BackendUnavailableError(
+                f"process {self.process.pid} names bytes {offset} to {offset + length} of its shared memory, "
+                f"which has {os.fstat(self._fd).st_size}; this is a bug, please report it"
+            )
+        return self._fd
 
 
 _peers: weakref.WeakValueDictionary[tuple[str, int], Peer] = weakref.WeakValueDictionary()

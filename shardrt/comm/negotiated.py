@@ -12,7 +12,7 @@ from shardrt.comm.carriers import dtype_name
 from shardrt.comm.checks import check_all_to_all, check_flat, check_reduction, check_runs, check_source
 from shardrt.comm.routes import Routes, backend_name
 from shardrt.errors import CapabilityError
-from shardrt.protocols import SharedAllocator
+from shardrt.protocols import RunView, RunViewer, SharedAllocator
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +113,10 @@ class Negotiated:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """See :class:`shardrt.protocols.SharedAllocator`."""
         return self.inner.allocate(numel, dtype) if isinstance(self.inner, SharedAllocator) else None
+
+    def view_runs(self, asked: Sequence[tuple[Tensor, Sequence[int]]]) -> list[RunView | None]:
+        """See :class:`shardrt.protocols.RunViewer`."""
+        return self.inner.view_runs(asked) if isinstance(self.inner, RunViewer) else [None] * len(asked)
 
     def close(self) -> None:
         """Give the scratch back and close the backend's communicator."""

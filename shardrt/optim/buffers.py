@@ -26,6 +26,10 @@ is the one that counts, and each gather begins with a copy of it.
 
 Note [Shared memory]: what stays where it is lies in memory that the communicator's peers can read, where it offers such
 (:class:`shardrt.protocols.SharedAllocator`): they then reduce and gather straight from it.
+
+Note [Shown where they are]: where it can also show all ranks' shards side by side without a copy
+(:class:`shardrt.protocols.RunViewer`), the whole parameters are such a view. It takes no memory, so there is nothing to
+give back or to obtain.
 """
 
 from __future__ import annotations
@@ -35,12 +39,14 @@ from typing import Any
 
 import torch
 
+from shardrt.comm.viewed import allocate_run
 from shardrt.optim.kept import note_kept_apart
 from shardrt.optim.params import NamedParam
 from shardrt.optim.readers import is_watched
 from shardrt.optim.residence import OWN_PRECISION, RESIDENT, Precision, Residence
 from shardrt.optim.slots import Slot, check_unchanged, may_move, owns_storage, shaped, slots_of
 from shardrt.plan import Bucket, Shard
+from shardrt.protocols import RunView
 
 Allocate = Callable[[int, torch.dtype], "torch.Tensor | None"]
 
@@ -73,12 +79,13 @@ class BucketBuffers:
         self.params = self._lasting(
             bucket.numel, lower.params or own, {"device": device}, shares=residence.params and not residence.offload
         )
+        self.view: RunView | None = None
         self.own_start = sum(bucket.splits[:rank])
         count = bucket.splits[rank]
         self._own_run = self.params[self.own_start : self.own_start + count]
         self.shard_is_apart = not residence.params or residence.offload or self.params.dtype != own
         self.at_rest = resting_memory(device, residence)
-        self.shard = self._lasting(count, own, self.at_rest) if self.shard_is_apart else self._own_run
+        self.shard = self._kept_apart(count, own) if self.shard_is_apart else self._own_run
         """This rank's run of the parameters: what is stepped. See Note [Shards apart]."""
         self.slots = slots_of(bucket, params)
         for slot in self.slots:
@@ -98,6 +105,22 @@ class BucketBuffers:
                 if slot.in_one_piece:
                     slot.gradient = shaped(self.gradients, slot.offsets[0][0], slot.param.tensor, slot.home is not None)
         note_kept_apart([slot.param.tensor for slot in self.slots], own if self.shard_is_apart else None)
+
+    def _kept_apart(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """As peers can show it in their buckets. See Note [Shown where they are]."""
+        shared = self._shared
+        run = allocate_run(shared, count, dtype, self.own_start) if shared is not None and count else None
+        return torch.empty(count, dtype=dtype, **self.at_rest) if run is None else run
+
+    def look_through(self, view: RunView) -> None:
+        """From now on whole parameters are this view. They must be away. See Note [Shown where they are]."""
+        self.view = view
+        self.params = view.whole
+        self._own_run = self.params[self.own_start : self.own_start + self.run]
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                if slot.home is not None:
+                    slot.move_to(shaped(self.params, slot.offsets[0][0], slot.home, keep_strides=True), shows=True)
 
     def _lasting(
         self, numel: int, dtype: torch.dtype, where: Mapping[str, Any], *, shares: bool = True
@@ -213,7 +236,8 @@ class BucketBuffers:
 
     def _whole_memory(self) -> list[torch.Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [self.params, *(slot.param.tensor.detach() for slot in self.staged)]
+            staged = [slot.param.tensor.detach() for slot in self.staged]
+            return staged if self.view is not None else [self.params, *staged]
 
     def shard_of(self, slot: Slot, offset: int, shard: Shard) -> torch.Tensor:
         """What the local optimizer steps: the whole parameter in its shape, or a flat range of it."""

@@ -21,6 +21,8 @@ class Followers:
     """Before buckets are laid out anew: parameters that can go must be away."""
     rebuilt: Callable[[BucketEngine], None] = lambda engine: None
     """Afterwards."""
+    updating: Callable[[], None] = lambda: None
+    """Shards are about to get new values."""
     renewed: Callable[[], None] = lambda: None
     """Shards have new values: whole parameters that were gathered before are old."""
     gather: Callable[[int], None] = lambda unit: None

@@ -31,6 +31,8 @@ _CALLS = (
     "size dim numel nelement stride is_contiguous is_floating_point is_complex element_size storage_offset get_device "
     "is_shared register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad __len__ __hash__"
 )
+SHOWN = "_shardrt_shown"
+"""Attribute of a parameter that has no memory of its own: it shows that of other ranks."""
 _UNFINISHED: dict[int, Callable[[], Readable | None]] = {}
 """By the identity of the parameter, which whoever is asked keeps alive."""
 
@@ -161,7 +163,8 @@ def _read(tensor: torch.Tensor) -> None:
         readable.read()
         return
     with torch._C.DisableTorchFunctionSubclass():
-        if tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes():
+        is_empty = tensor.numel() and not tensor.is_meta and not tensor.untyped_storage().nbytes()
+        if is_empty or SHOWN in vars(tensor):
             raise StateError(
                 "this parameter was sharded with a module that is gone, and its values with it; keep the module, or "
                 "take rt.full_state_dict(module) before it goes"

@@ -120,6 +120,7 @@ class ShardedOptimizer(FreezingOptimizer):
             if self._steps == 0 and self.updates_early:  # see Note [The first step is late]
                 for bucket in range(self.engine.bucket_count):
                     self.engine.reduce(bucket)
+            self.followers.updating()
             self._schedule.step(self.engine)
             self._step_thawed()
             self.engine.step_done()

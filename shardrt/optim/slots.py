@@ -9,6 +9,7 @@ import torch
 
 from shardrt.errors import OptimizerError
 from shardrt.optim.params import NamedParam
+from shardrt.optim.readers import SHOWN
 from shardrt.plan import Bucket, Shard
 
 _HOME = "_shardrt_home"
@@ -37,10 +38,14 @@ class Slot:
             expected += shard.numel
         return True
 
-    def move_to(self, home: torch.Tensor) -> None:
-        """From now on ``p.data`` is this place."""
+    def move_to(self, home: torch.Tensor, *, shows: bool = False) -> None:
+        """From now on ``p.data`` is this place; ``shows``: it is other ranks' memory."""
         tensor = self.param.tensor
         tensor.data = home
+        if shows:
+            setattr(tensor, SHOWN, True)
+        else:
+            vars(tensor).pop(SHOWN, None)
         setattr(tensor, _HOME, home.data_ptr())
         self.home = home
 

@@ -173,6 +173,38 @@ class SharedAllocator(Protocol):
         ...
 
 
+class RunView(Protocol):
+    """The runs of all ranks as one buffer, each where its owner keeps it."""
+
+    @property
+    def whole(self) -> Tensor:
+        """All runs, one behind the other. What is written to it stays on this rank, until ``renew``."""
+        ...
+
+    def complete(self) -> None:
+        """Fetch the few bytes that cannot be shown where they are; owners must have written what they are to hold."""
+        ...
+
+    def renew(self) -> None:
+        """Show what owners have again, in place of whatever was written to ``whole`` here."""
+        ...
+
+
+@runtime_checkable
+class RunViewer(Protocol):
+    """What a communicator with shared memory may offer besides: gathering without moving anything."""
+
+    def view_runs(self, asked: Sequence[tuple[Tensor, Sequence[int]]]) -> list[RunView | None]:
+        """For each of these, this rank's run and the sizes of all, a view of everybody's; every rank calls it alike.
+
+        A run comes from :func:`shardrt.comm.viewed.allocate_run`; from elsewhere it cannot be shown.
+
+        None, on all ranks, where there can be none. Views show what owners have at any moment: whoever reads one makes
+        sure, by other operations, that owners are done with writing before, and do not write again until it is done.
+        """
+        ...
+
+
 class StepEngine(Protocol):
     """What a schedule drives: the buckets of one sharded optimizer and the three things to do with each."""
 

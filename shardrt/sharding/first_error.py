@@ -14,6 +14,19 @@ from typing import Any
 from shardrt.errors import ShardrtError
 
 
+def has_failed(output: Any) -> bool:
+    """Whether a hook that runs after a forward with this output runs because it has raised.
+
+    Such a forward has no output, and is being handled while the hook runs.
+
+    Example:
+        >>> from shardrt.sharding.first_error import has_failed
+        >>> has_failed(None)
+        False
+    """
+    return output is None and sys.exc_info()[0] is not None
+
+
 def quiet_after_failure(hook: Callable[..., None]) -> Callable[..., None]:
     """The same hook of a module's forward, whose own errors are dropped where that forward has raised.
 
@@ -33,12 +46,11 @@ def quiet_after_failure(hook: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(hook)
     def run(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        # A forward that has raised has no output, and is being handled while this runs.
-        has_failed = output is None and sys.exc_info()[0] is not None
+        failed = has_failed(output)
         try:
             hook(module, args, output)
         except ShardrtError:
-            if not has_failed:
+            if not failed:
                 raise
 
     return run

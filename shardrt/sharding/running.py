@@ -38,7 +38,8 @@ from shardrt.optim.followers import call_if_alive
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Communicator
 from shardrt.sharding.dividing import Parts, called_by_compiled
-from shardrt.sharding.first_error import quiet_after_failure
+from shardrt.sharding.first_error import has_failed, quiet_after_failure
+from shardrt.sharding.leases import Leases, show_where_they_are
 from shardrt.sharding.outstanding import Outstanding, UnitBackward
 from shardrt.sharding.prefetching import Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
@@ -94,6 +95,7 @@ class UnitRunner:
         # Weak: the optimizer's hooks on parameters live as long as these.
         optimizer.followers.rebuilding = partial(call_if_alive, weakref.WeakMethod(self.put_all_away))
         optimizer.followers.rebuilt = partial(call_if_alive, weakref.WeakMethod(self._take_over))
+        optimizer.followers.updating = partial(call_if_alive, weakref.WeakMethod(self.end_leases))
         optimizer.followers.renewed = partial(call_if_alive, weakref.WeakMethod(self._renewed))
         optimizer.followers.gather = partial(call_if_alive, weakref.WeakMethod(self._take_part))
         self._handles = [
@@ -106,6 +108,7 @@ class UnitRunner:
 
     def _take_over(self, engine: BucketEngine) -> None:
         names = [unit.name for unit in self._units]
+        self._leases = leases = Leases(engine.gathers_with, can_tell=lambda: not self._is_joined())
         self.params = [
             UnitParams(
                 names,
@@ -114,6 +117,7 @@ class UnitRunner:
                 engine.gathers_with,
                 on_read=self._may_read,
                 on_gather=self._announce,
+                leases=leases,
                 nearby=self._nearby,
             )
             for number, unit in enumerate(self._units)
@@ -123,6 +127,9 @@ class UnitRunner:
             for unit in self._units
         ]
         self.put_all_away()
+        optimizer = self._optimizer()
+        if optimizer is not None and not optimizer.updates_early and self._nearby is None:
+            show_where_they_are(engine.every_buffers(), engine.gathers_with)
         if self.shown is not None:
             self.shown.follow(engine)
 
@@ -216,6 +223,13 @@ class UnitRunner:
         here = [number for number, params in enumerate(self.params) if params.is_here or params.is_coming]
         return list(dict.fromkeys(self.params[self._parts.unit_of(number)].name for number in here))
 
+    def end_leases(self) -> None:
+        """Nothing computes here any more: see Note [Read and write]. Every rank calls it at the same point."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            with optimizer.telling_peers():
+                self._leases.end()
+
     def _announce(self, number: int) -> None:
         """Where ranks have uneven inputs, those without are told of each gather. See :mod:`shardrt.joining`."""
         optimizer = self._optimizer()
@@ -293,6 +307,8 @@ class UnitRunner:
             if self._depth == 0:
                 if not outputs:
                     self.put_all_away()
+                    if not has_failed(output):
+                        self.end_leases()
                 if self.shown is not None:
                     self.shown.show_shards()
 
@@ -441,6 +457,7 @@ class UnitRunner:
             for number, params in enumerate(self.params):
                 if number not in self._staying:
                     params.put_away(lent_too=True)
+            self.end_leases()
             if self.shown is not None:
                 self.shown.show_shards()
             return

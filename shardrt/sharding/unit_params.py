@@ -13,6 +13,12 @@ Note [Kept nearby]: between forward and backward a unit need not go as far away 
 ``reshard_after_forward`` as a number of ranks each of that many neighbours keeps its part of the gathered parameters,
 and backward gathers among these few.
 
+Note [Gathered without a copy]: where ranks share memory, whole parameters are a view of all ranks' shards (see Note
+[Shown where they are]), and a gather is nothing but the numbers above: once all ranks have told theirs, all shards have
+the values that count. In exchange no rank may update its shards while another still reads them, which it tells when it
+is done (:class:`shardrt.sharding.leases.Leases`). Where ranks cannot tell that (those without inputs take part in
+gathers and compute nothing) all copy into the view, which from then on is memory of their own, until it is put away.
+
 Note [Lent parameters]: whoever reads a parameter outside its unit's forward may need it again in backward, where no
 hook tells when. So a unit that was gathered for such a reader stays until backward has ended.
 """
@@ -29,6 +35,7 @@ from shardrt.errors import CommunicationError, HandshakeError, StateError
 from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.readers import KeptByModule, is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
+from shardrt.sharding.leases import Leases
 
 Reader = Literal["around", "elsewhere", "outside"]
 """Who reads what is away: a module around it, see Note [Parts that follow]; another one; or nobody in the module."""
@@ -46,12 +53,14 @@ class UnitParams(KeptByModule):
         *,
         on_read: Callable[[int], Reader],
         on_gather: Callable[[int], None],
+        leases: Leases,
         nearby: Communicator | None = None,
     ) -> None:
         """``names`` are those of all units, of which this is the one with the ``number``.
 
         ``on_read`` is asked when somebody reads a parameter that is away: where that one is. ``on_gather`` is
-        told of each gather right before it. ``nearby`` are the ranks among which it stays between forward and backward.
+        told of each gather right before it. ``leases``: see Note [Gathered without a copy]. ``nearby`` are the ranks
+        among which it stays between forward and backward.
         """
         self._names = [name or "root" for name in names]
         self.name = self._names[number]
@@ -63,6 +72,11 @@ class UnitParams(KeptByModule):
         self._mover = piece_mover(communicator)
         self._nearby = nearby
         self._near: list[torch.Tensor] | None = None
+        self._leases = leases
+        self._is_copied = False
+        """Whether what is here, or on its way, is a copy."""
+        self._is_current = False
+        """Whether views show what they did in the forward that a backward is yet to come for."""
         self._on_read = on_read
         self._on_gather = on_gather
         self._tensors = [slot.param.tensor for one in buffers for slot in one.slots]
@@ -100,8 +114,20 @@ class UnitParams(KeptByModule):
                     _gather_nearby(one, kept, self._nearby) for one, kept in zip(self._buffers, near, strict=True)
                 ]
                 return
+            self._is_copied = not self._leases.can_tell()
             self._works = [self._tell_number(self._communicator)] if self._buffers else []
-            self._works += [self._gather(one) for one in self._buffers]
+            self._works += [self._gather(one) for one in self._buffers if not self._look(one)]
+            self._is_current = True
+
+    def _look(self, one: BucketBuffers) -> bool:
+        """Whether a bucket is there as soon as all ranks have told the number. See Note [Gathered without a copy]."""
+        if one.view is None or self._is_copied:
+            return False
+        one.obtain_params()  # of what is staged
+        if not self._is_current:
+            one.view.renew()
+        self._leases.take()
+        return True
 
     def _gather(self, one: BucketBuffers) -> Work:
         one.obtain_params()
@@ -113,12 +139,16 @@ class UnitParams(KeptByModule):
     def bring(self) -> None:
         """Wait until they are here."""
         if self.is_here:
+            if not self._is_copied and any(one.view is not None for one in self._buffers):
+                self._leases.take()  # they have stayed since others were told that they are not read any more
             return
         self.start()
         works, self._works = self._works, None
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self._wait(works or [])
             for one in self._buffers:
+                if one.view is not None and not self._is_copied:
+                    one.view.complete()
                 one.store_staged()
         let_read(self._tensors)
         self.is_here = True
@@ -165,6 +195,7 @@ class UnitParams(KeptByModule):
             self.bring()
         if not for_backward:
             self._near = None
+            self._is_current = False
         if not self.is_here:
             return
         if for_backward and self._nearby is not None:
@@ -173,6 +204,8 @@ class UnitParams(KeptByModule):
         with torch._C.DisableTorchFunctionSubclass():
             for one in self._buffers:
                 one.give_back_params()
+                if one.view is not None and self._is_copied:
+                    one.view.renew()
         self.is_here = False
         watch_reads(self._tensors, self)
 

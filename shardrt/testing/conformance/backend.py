@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shardrt.protocols import Communicator, Group
-from shardrt.testing.conformance import data_checks, declared, order_checks, piece_checks
+from shardrt.testing.conformance import data_checks, declared, order_checks, piece_checks, view_checks
 from shardrt.testing.conformance.bench import run_check
 from shardrt.testing.functions import import_path
 from shardrt.testing.pool import RankPool
@@ -119,6 +119,11 @@ class BackendConformance:
     def test_all_gather_from(self, ranks: RankPool, world_size: int, via: str, kind: str) -> None:
         """Of runs that are elsewhere before."""
         self._check(ranks, piece_checks.all_gather_from, world_size, via, kind=kind, dtype="float32")
+
+    @_each_kind
+    def test_view_runs(self, ranks: RankPool, world_size: int, via: str, kind: str) -> None:
+        """Shown where they are, where a communicator offers it."""
+        self._check(ranks, view_checks.view_runs, world_size, via, kind=kind, dtype="float32")
 
     @_each_dtype
     def test_all_gather_dtypes(self, ranks: RankPool, world_size: int, via: str, dtype: str) -> None:

@@ -1,0 +1,176 @@
+"""Modules whose whole parameters are views of all ranks' shards, beside their unsharded twins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import shardrt_shm.communicator
+import torch
+
+import shardrt
+from shardrt.optim.sharded import ShardedOptimizer
+from tests.ranks.sharded_twins import compare_ways
+from tests.ranks.twins import average_backward, batch, largest_difference, twins
+from tests.ranks.uneven_sharded import train_sharded
+
+LAG_SECONDS = 0.4
+
+
+class Wide(torch.nn.Module):
+    """Units of some hundred pages, of sizes that end in the middle of one; a scalar, and a weight of other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = torch.nn.Linear(7, 331)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(331, 331) for _ in range(3))
+        self.blocks[1].weight = torch.nn.Parameter(self.blocks[1].weight.detach().t())
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        self.outlet = torch.nn.Linear(331, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.outlet(x) * self.scale
+
+
+class _ReadsLate(torch.autograd.Function):
+    """Hands its input on, and reads a weight in backward, a while after whoever computes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        time.sleep(ctx.seconds)
+        return gradient * weight.abs().sum(), None, None
+
+
+class Late(torch.nn.Module):
+    """A layer whose backward reads its weight after the weight's gradient is on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = torch.nn.Linear(7, 400)
+        self.block = torch.nn.Sequential(torch.nn.Linear(400, 400))
+        self.block[0].register_forward_pre_hook(self._late)
+        self.seconds = 0.0
+
+    def _late(self, layer: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+        assert isinstance(layer.weight, torch.Tensor)
+        made: torch.Tensor = _ReadsLate.apply(args[0], layer.weight.detach(), self.seconds)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.block(self.inlet(x))
+        return made
+
+
+class Scribbling(torch.nn.Linear):
+    """A layer that overwrites its weight when it has computed."""
+
+    scribbles = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = super().forward(x)
+        if self.scribbles:
+            self.weight.data.fill_(3.0)
+        return made
+
+
+@contextmanager
+def sharing_everything() -> Iterator[None]:
+    """However small: tests have small models."""
+    before = shardrt_shm.communicator._SMALLEST_SHARED
+    shardrt_shm.communicator._SMALLEST_SHARED = 1
+    try:
+        yield
+    finally:
+        shardrt_shm.communicator._SMALLEST_SHARED = before
+
+
+def views_of(opt: torch.optim.Optimizer) -> tuple[int, int]:
+    """How many buckets are views, and how many there are."""
+    assert isinstance(opt, ShardedOptimizer)
+    every = opt.engine.every_buffers()
+    return sum(one.view is not None for one in every), len(every)
+
+
+def train_wide(schedule: str, backend: str = "shm", lacking: int | None = None, steps: int = 6) -> dict[str, Any]:
+    """Beside the twin. ``lacking``: a rank that gets no shared memory."""
+    model, twin = twins(Wide)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    with shardrt.Runtime(backend=backend, schedule=schedule, timeout=30) as rt:
+        if rt.rank == lacking:
+            shardrt_shm.communicator._SMALLEST_SHARED = 2**60
+        try:
+            model, opt = rt.shard(model, torch.optim.AdamW, lr=1e-2, strategy="full_shard", units=torch.nn.Linear)
+        finally:
+            shardrt_shm.communicator._SMALLEST_SHARED = 64 * 2**10
+        for step in range(steps):
+            average_backward(twin, lambda rank: twin(batch(step, rank)).pow(2).mean(), rt.world_size)  # noqa: B023
+            plain.step()
+            plain.zero_grad()
+            with torch.no_grad():  # a forward alone, beside the others
+                model(batch(step + 100, rt.rank))
+            model(batch(step, rt.rank)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+        views, _ = views_of(opt)
+        with rt.summon_full_params(model):
+            return {"views": views, "difference": largest_difference(model.parameters(), twin.parameters())}
+
+
+def train_zoo(name: str, schedule: str) -> dict[str, Any]:
+    """A model of the zoo, all of whose shards are shared."""
+    with sharing_everything():
+        runtime = {"backend": "shm", "schedule": schedule}
+        return compare_ways(name, {"only": {"strategy": "full_shard"}}, steps=8, runtime=runtime)["only"]
+
+
+def train_uneven(**options: Any) -> dict[str, Any]:
+    """Ranks without inputs take part in gathers, and cannot tell when they have read."""
+    with sharing_everything():
+        return train_sharded("full_shard", **options)
+
+
+def train_late() -> dict[str, Any]:
+    """The last rank reads in backward when the others would long have updated."""
+    model, twin = twins(Late)
+    plain = torch.optim.SGD(twin.parameters(), lr=1.0)
+    with shardrt.Runtime(backend="shm", timeout=30) as rt:
+        model.seconds = LAG_SECONDS if rt.rank == rt.world_size - 1 else 0.0  # type: ignore[assignment]
+        units = (torch.nn.Sequential,)
+        model, opt = rt.shard(model, torch.optim.SGD, lr=1.0, strategy="full_shard", units=units)
+        for step in range(2):
+            average_backward(twin, lambda rank: twin(batch(step, rank)).pow(2).mean(), rt.world_size)  # noqa: B023
+            plain.step()
+            plain.zero_grad()
+            model(batch(step, rt.rank)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+        views, _ = views_of(opt)
+        with rt.summon_full_params(model):
+            return {"views": views, "difference": largest_difference(model.parameters(), twin.parameters())}
+
+
+def scribble() -> dict[str, Any]:
+    """What other ranks compute while one writes to its whole parameters, and what all do afterwards."""
+    model, twin = twins(lambda: torch.nn.Sequential(Scribbling(300, 300)))
+    x = torch.ones(2, 300)
+    with shardrt.Runtime(backend="shm", timeout=30) as rt:
+        model, opt = rt.shard(model, torch.optim.SGD, lr=0.1, strategy="full_shard", units=torch.nn.Linear)
+        differences = []
+        for scribbles in (True, False):
+            model[0].scribbles = scribbles and rt.rank == 0  # type: ignore[index]
+            with torch.no_grad():
+                differences.append(largest_difference([model(x)], [twin(x)]))
+                rt.told("round", scribbles)  # so that what was written could be seen
+        return {"views": views_of(opt)[0], "differences": differences}
