@@ -50,7 +50,7 @@ class ShardingCalls:
         offload: Any = False,
         shard_size: int | None = None,
         mesh: Any = None,
-        reshard_after_forward: bool | int = True,
+        reshard_after_forward: bool | int | None = None,
         divide_units: bool = False,
         sync_module_states: bool = True,
         ignored_modules: Iterable[torch.nn.Module] = (),
@@ -74,8 +74,9 @@ class ShardingCalls:
         ``reset_parameters`` of its modules or by ``param_init_fn``, a function of a module. With ``offload`` (or
         torch's ``CPUOffload``) shards, reduced gradients and optimizer state live in the CPU's memory and are stepped
         there. ``mesh`` says which ranks share under a hybrid strategy: groups of ranks, or a ``DeviceMesh`` of two axes
-        (replicas, shards). With ``reshard_after_forward=False`` units stay until their backward; with a number of ranks
-        so many neighbours keep a copy between them. With ``divide_units`` units larger than a bucket are divided at the
+        (replicas, shards). Units go after forward, but for the one that backward begins with; with
+        ``reshard_after_forward=True`` that one too, with False all stay until their backward, with a number of ranks so
+        many neighbours keep a copy between them. With ``divide_units`` units larger than a bucket are divided at the
         layers inside them, which are then gathered one by one: less memory, more time. With ``sync_module_states`` all
         ranks start from the parameters and buffers of rank 0; without, parameters that differ are an error.
         ``param_groups`` are groups with options of their own, as optimizers of torch's take them, or a function of the

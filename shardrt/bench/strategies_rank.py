@@ -134,6 +134,7 @@ class _Counting:
         grouped = STRATEGIES[name].hybrid and self._settings.link == NO_LINK  # with a link the hosts are the groups
         more: dict[str, Any] = {"shard_size": SHARD_SIZE} if grouped else {}
         more["divide_units"] = self._settings.divide_units
+        more["reshard_after_forward"] = True  # as the formulas have it: every unit is gathered twice
         more["prefetch"] = None if self._settings.prefetch == "none" else self._settings.prefetch
         with ExitStack() as cleanup:
             # Gloo by name: the network device counts what it sends, and nothing of what goes through shared memory.

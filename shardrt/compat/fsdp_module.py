@@ -10,7 +10,7 @@ import torch
 from shardrt.compat.passed_modules import PASSED, Passed, passed_in
 from shardrt.compat.sharded_tree import ShardedTree
 from shardrt.errors import ConfigError, UnsupportedError
-from shardrt.sharding.running import Direction
+from shardrt.sharding.prefetching import Direction
 from shardrt.state.fitting import incompatible_keys
 from shardrt.state.kinds import StateKind
 

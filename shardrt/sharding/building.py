@@ -57,7 +57,7 @@ def shard_module(
     offload: Any,
     shard_size: int | None,
     mesh: Any,
-    reshard_after_forward: bool | int,
+    reshard_after_forward: bool | int | None,
     sync_module_states: bool,
     ignored_modules: Iterable[torch.nn.Module],
     ignored_parameters: Iterable[torch.nn.Parameter],
@@ -144,6 +144,7 @@ def shard_module(
             optimizer,
             ahead,
             keeps_after_forward=keeps,
+            keeps_last=reshard_after_forward is None,
             nearby=nearby,
             shown=ShownShards(module, optimizer) if shows_shards else None,
         )
@@ -157,18 +158,21 @@ def shard_module(
 
 
 def _nearby(
-    runtime: Runtime, module: torch.nn.Module, mesh: Mesh | None, reshard: bool | int, *, whole: bool
+    runtime: Runtime, module: torch.nn.Module, mesh: Mesh | None, reshard: bool | int | None, *, whole: bool
 ) -> tuple[bool, Communicator | None]:
     """Whether units stay between forward and backward, or the few ranks among which they do: Note [Kept nearby]."""
     groups = (tuple(range(runtime.world_size)),) if mesh is None else mesh.groups
     share = 1 if whole else len(groups[0])
     with runtime.agreeing("reshard_after_forward") as fields:
         fields["reshard_after_forward"] = Field(value=reshard, fix="pass the same on every rank")
-        if not isinstance(reshard, int) or (not isinstance(reshard, bool) and (reshard < 1 or share % reshard)):
+        is_flag = reshard is None or isinstance(reshard, bool)
+        if not is_flag and (not isinstance(reshard, int) or reshard < 1 or share % reshard):
             raise ConfigError(
                 f"reshard_after_forward={reshard!r} is not possible where {share} ranks share each parameter; give "
-                "True, False, or a number of ranks that divides them"
+                "True, False, None, or a number of ranks that divides them"
             )
+    if reshard is None:
+        return False, None
     if isinstance(reshard, bool) or reshard in (1, share):
         return reshard is False or (reshard is not True and reshard == 1), None
     few = [group[start : start + reshard] for group in groups for start in range(0, len(group), reshard)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import attrs
 
 from shardrt.errors import ConfigError
+from shardrt.sharding.dividing import Parts
 
 BackwardPrefetch = Literal["pre", "post"] | None
+Direction = Literal["forward", "backward"]
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +66,7 @@ class RunningOrder:
 
     def __init__(self) -> None:
         self._last: list[int] = []
+        self._ended_last: int | None = None
         self._now: list[int] = []
         self._ended: list[int] = []
         self._place = 0
@@ -87,6 +90,14 @@ class RunningOrder:
         """A unit's forward has ended."""
         self._ended.append(unit)
 
+    def completed(self) -> None:
+        """A forward of the whole has ended, on all ranks alike."""
+        self._ended_last = next((unit for unit in reversed(self._ended) if unit), None)
+
+    def ends_last(self, unit: int) -> bool:
+        """Whether this one's forward ended last in the last of these, but for the root's."""
+        return unit == self._ended_last
+
     def next_forward(self) -> Iterator[int]:
         """The units that came next last time."""
         return itertools.islice(self._last, self._place, None)
@@ -98,3 +109,62 @@ class RunningOrder:
             if ended[place] == unit:
                 return (ended[before] for before in range(place - 1, -1, -1))
         return iter(())
+
+
+class Ahead:
+    """Which units are asked for beside the one that computes."""
+
+    def __init__(self, prefetch: Prefetch, order: RunningOrder, parts: Parts) -> None:
+        self._prefetch = prefetch
+        self._order = order
+        self._parts = parts
+        self._told: dict[tuple[Direction, int], list[int]] = {}
+
+    def tell(self, direction: Direction, number: int, others: Sequence[int]) -> None:
+        """Say which units are asked for when this one computes, in place of those that came next last time."""
+        self._told[direction, number] = [part for one in others for part in (one, *self._parts.of(one))]
+
+    def in_forward(self, number: int, *, beyond: bool = False) -> Sequence[int]:
+        """When a unit's forward begins. ``beyond``: after the unit and all its parts."""
+        told = self._told.get(("forward", number))
+        if told is not None:
+            return told
+        later: Iterable[int] = self._order.next_forward() if self._prefetch.forward else ()
+        if beyond:
+            later = (one for one in later if self._parts.unit_of(one) != self._parts.unit_of(number))
+        return self._counted("forward", number, later)
+
+    def in_backward(self, number: int) -> Sequence[int]:
+        """When a unit's backward begins."""
+        told = self._told.get(("backward", number))
+        if told is not None:
+            return told
+        if self._prefetch.backward != "pre":
+            return ()
+        return self._counted("backward", number, self._order.next_backward(number))
+
+    def after_backward(self, number: int) -> Sequence[int]:
+        """When a unit's backward has ended, and all that is inside it."""
+        if self._prefetch.backward != "post":
+            return ()
+        later = (one for one in self._order.next_backward(number) if not self._parts.is_inside(one, number))
+        return self._counted("backward", number, later)
+
+    def _counted(self, direction: Direction, number: int, later: Iterable[int]) -> Sequence[int]:
+        """As many as may be asked for ahead; after a unit for which somebody has said it, no more than its own parts.
+
+        What is left of a divided unit is little, and comes with its first part.
+        """
+        found: list[int] = []
+        count = 0
+        unit = self._parts.unit_of(number)
+        for one in later:
+            if count == self._prefetch.limit:
+                break
+            if (direction, unit) in self._told and self._parts.unit_of(one) != unit:
+                break
+            if self._parts.follows(one):
+                continue
+            found.append(one)
+            count += not self._parts.of(one)
+        return found

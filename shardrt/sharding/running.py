@@ -6,6 +6,10 @@ gradients are there, which is when nothing in the unit is left to compute. Input
 leave that to the end of backward. The root's parameters stay from the beginning of forward to the end of backward,
 unless they are told to go between the two.
 
+Note [Needed again at once]: the unit whose forward ends last is the one that backward begins with, and would be
+gathered again right after it has gone. So it stays, unless somebody wants all of them to go. Which one it is follows
+from the forward before.
+
 Note [Recomputation]: inside backward a forward is a recomputation (activation checkpointing). What it brings stays for
 the gradients that are computed next. With ``use_reentrant=False`` these belong to the graph of the first forward, and
 its hooks put units away. With ``use_reentrant=True`` they belong to a graph of their own, which a backward inside
@@ -24,10 +28,10 @@ of yet another are asked for, hooks on outputs are added only after those on the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -41,14 +45,12 @@ from shardrt.sharding.dividing import Parts, called_by_compiled
 from shardrt.sharding.first_error import has_failed, quiet_after_failure
 from shardrt.sharding.leases import Leases, show_where_they_are
 from shardrt.sharding.outstanding import Outstanding, UnitBackward
-from shardrt.sharding.prefetching import Prefetch, RunningOrder
+from shardrt.sharding.prefetching import Ahead, Direction, Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
 from shardrt.sharding.tensors import differentiable, when_gradients_come
 from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import Reader, UnitParams
 from shardrt.sharding.units import Unit
-
-Direction = Literal["forward", "backward"]
 
 
 class UnitRunner:
@@ -61,20 +63,22 @@ class UnitRunner:
         prefetch: Prefetch,
         *,
         keeps_after_forward: bool = False,
+        keeps_last: bool = False,
         nearby: Communicator | None = None,
         shown: ShownShards | None = None,
     ) -> None:
-        """``keeps_after_forward``: units stay until their backward. ``nearby``: see Note [Kept nearby]. ``shown``: what
-        the module's attributes are outside forward and backward, if not the whole parameters."""
+        """``keeps_after_forward``: units stay until their backward. ``keeps_last``: see Note [Needed again at once].
+        ``nearby``: see Note [Kept nearby]. ``shown``: what the module's attributes are outside forward and backward, if
+        not the whole parameters."""
         self._units = units
-        self._prefetch = prefetch
         self._keeping = set(range(len(units) if keeps_after_forward else 1))
+        self._keeps_last = keeps_last
         self._staying: set[int] = set()
-        self._told_ahead: dict[tuple[Direction, int], list[int]] = {}
         self._nearby = nearby
         self.shown = shown
-        self._order = RunningOrder()
         self._parts = Parts(units)
+        self._order = RunningOrder()
+        self._ahead = Ahead(prefetch, self._order, self._parts)
         self._depth = 0
         self._running: list[int] = []
         """Units and parts whose forward goes on, the innermost last."""
@@ -160,9 +164,7 @@ class UnitRunner:
         number = self._number_of(module)
         if number is not None:
             found = [self._number_of(other) for other in others]
-            self._told_ahead[direction, number] = [
-                part for one in found if one is not None for part in (one, *self._parts.of(one))
-            ]
+            self._ahead.tell(direction, number, [one for one in found if one is not None])
 
     def names_of(self, module: torch.nn.Module) -> set[str]:
         """The parameters of the unit that a module is, without those of units inside it."""
@@ -267,7 +269,7 @@ class UnitRunner:
             if parts and not self._parts.all_follow(number) and called_by_compiled():
                 self._give_up(number)
             with_parts = () if module.training or torch.is_grad_enabled() else parts
-            ahead = () if recomputing else self._next_in_forward(number, beyond=bool(with_parts))
+            ahead = () if recomputing else self._ahead.in_forward(number, beyond=bool(with_parts))
             self._bring(number, ahead, with_parts)
             if torch.is_grad_enabled():
                 if recomputing:
@@ -298,22 +300,33 @@ class UnitRunner:
                 if not torch.is_grad_enabled():
                     self._put_away(number)
                 return
-            if not outputs or number not in self._keeping:
+            if not outputs or not self._stays(number):
                 self._put_away(number, for_backward=bool(outputs))
             if not outputs and not module.training:
                 for part in self._parts.of(number):
                     self._put_away(part)
             self._order.ended(number)
             if self._depth == 0:
+                failed = has_failed(output)
+                if not failed and not self._is_joined():
+                    self._order.completed()
                 if not outputs:
                     self.put_all_away()
-                    if not has_failed(output):
+                    if not failed:
                         self.end_leases()
                 if self.shown is not None:
                     self.shown.show_shards()
 
         begins = uncompiled(lambda _: self._backward_begins(number))
         return uncompiled(quiet_after_failure(hook))
+
+    def _stays(self, number: int) -> bool:
+        """Between forward and backward."""
+        if number in self._keeping:
+            return True
+        if not self._keeps_last or self._is_joined():  # ranks without inputs know nothing of the order
+            return False
+        return self._order.ends_last(number) and not self._parts.of(number)
 
     def _hook_outputs(self) -> None:
         """See Note [Out before in]."""
@@ -372,10 +385,7 @@ class UnitRunner:
 
     def _backward_begins(self, number: int) -> None:
         self._running_backward().units.add(number)
-        told: Sequence[int] | None = self._told_ahead.get(("backward", number))
-        if told is None and self._prefetch.backward == "pre":
-            told = self._next_in_backward(number)
-        self._bring(number, told or ())
+        self._bring(number, self._ahead.in_backward(number))
 
     def _running_backward(self) -> UnitBackward:
         found = self._backwards.get(torch._C._current_graph_task_id())
@@ -400,10 +410,9 @@ class UnitRunner:
         self._hand_on_what_is_left(number)
         if number not in self._staying:
             self._put_away(number)
-        if self._prefetch.backward == "post":
-            for later in self._next_in_backward(number, beyond=True):
-                for one in self._parts.followed_by(later):
-                    self.params[one].start()
+        for later in self._ahead.after_backward(number):
+            for one in self._parts.followed_by(later):
+                self.params[one].start()
 
     def _hand_on_what_is_left(self, number: int) -> None:
         """See Note [Missing on some ranks]. What was recomputed, or lent, may get more gradients later."""
@@ -411,42 +420,6 @@ class UnitRunner:
         optimizer = self._optimizer()
         if over and not self.params[number].is_lent and optimizer is not None and optimizer.watch is not None:
             optimizer.watch.nothing_more(self._buckets[number])
-
-    def _next_in_forward(self, number: int, *, beyond: bool = False) -> Sequence[int]:
-        """``beyond``: after the unit and all its parts."""
-        told = self._told_ahead.get(("forward", number))
-        if told is not None:
-            return told
-        later: Iterable[int] = self._order.next_forward() if self._prefetch.forward else ()
-        if beyond:
-            later = (one for one in later if self._parts.unit_of(one) != self._parts.unit_of(number))
-        return self._counted("forward", number, later)
-
-    def _next_in_backward(self, number: int, *, beyond: bool = False) -> Sequence[int]:
-        """``beyond``: after all that is inside it."""
-        later = self._order.next_backward(number)
-        if beyond:
-            later = (one for one in later if not self._parts.is_inside(one, number))
-        return self._counted("backward", number, later)
-
-    def _counted(self, direction: Direction, number: int, later: Iterable[int]) -> Sequence[int]:
-        """As many as may be asked for ahead; after a unit for which somebody has said it, no more than its own parts.
-
-        What is left of a divided unit is little, and comes with its first part.
-        """
-        found: list[int] = []
-        count = 0
-        unit = self._parts.unit_of(number)
-        for one in later:
-            if count == self._prefetch.limit:
-                break
-            if (direction, unit) in self._told_ahead and self._parts.unit_of(one) != unit:
-                break
-            if self._parts.follows(one):
-                continue
-            found.append(one)
-            count += not self._parts.of(one)
-        return found
 
     def _backward_ended(self, backward: BackwardToken) -> None:
         assert isinstance(backward, UnitBackward)

@@ -25,6 +25,26 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def sent_in_a_step(**options: Any) -> int:
+    """By this rank, once the order of the units is known."""
+    with shardrt.Runtime(backend="gloo", timeout=30) as rt:
+        model, opt = rt.shard(twins(Net)[0], torch.optim.SGD, lr=0.01, strategy="full_shard", **options)
+        for step in range(2):
+            before = rt.traffic.sent
+            model(batch(step, rt.rank)).pow(2).mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return rt.traffic.sent - before
+
+
+def test_the_unit_that_backward_begins_with_is_gathered_once(ranks: RankPool) -> None:
+    every = ranks.run(sent_in_a_step, ranks=2, reshard_after_forward=True)
+    usual = ranks.run(sent_in_a_step, ranks=2)
+    last = sum(param.nbytes for param in Net().blocks[-1].parameters())
+    told = 4  # the number of the unit goes along with each gather, two bytes for each rank
+    assert sum(every) - sum(usual) == last + 2 * told
+
+
 def with_groups(strategy: str, as_function: bool) -> dict[str, Any]:
     """Groups with options of their own, and a scheduler over them."""
     with shardrt.Runtime(timeout=30) as rt:
