@@ -94,7 +94,7 @@ def unknown_name(
         plugin for plugin in plugins if plugin.status == "not allowed" and name in (plugin.name, plugin.origin.alias)
     ]
     lines.extend(plugin.problem for plugin in excluded)
-    if not excluded:
+    if not excluded and not elsewhere:
         named = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_-]*", name)
         example = f", e.g. pip install shardrt-{name}" if named else ""
         lines.append(f"if it comes from a plugin, install its distribution{example}")

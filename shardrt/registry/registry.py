@@ -108,7 +108,7 @@ class BackendCollection(_Collection[BackendRecord]):
             name,
             known,
             self._plugins,
-            elsewhere=f"{name!r} is installed for device type: {devices}" if devices else "",
+            elsewhere=f"{name!r} is for device type {devices}: train there, or choose another" if devices else "",
         )
 
 

@@ -51,8 +51,7 @@ def test_a_backend_of_another_device(site: FakeSite) -> None:
         shardrt.load_registry().backends.get("cpu", "nccl")
     assert str(caught.value) == (
         "unknown backend 'nccl' for device type 'cpu'; installed: gloo, null, reference\n"
-        "'nccl' is installed for device type: cuda\n"
-        "if it comes from a plugin, install its distribution, e.g. pip install shardrt-nccl"
+        "'nccl' is for device type cuda: train there, or choose another"
     )
 
 
