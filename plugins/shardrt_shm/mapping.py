@@ -92,7 +92,9 @@ class Stretch:
 
     def drop(self) -> None:
         """Forget what was written here: files show what they hold, the rest is zero."""
-        _libc.madvise(self._address, self._length, mmap.MADV_DONTNEED)
+        if _libc.madvise(self._address, self._length, mmap.MADV_DONTNEED):
+            code = ctypes.get_errno()
+            raise OSError(code, f"{os.strerror(code)}, dropping what was written to {self._length} bytes")
 
 
 def _mapped(at: int | None, length: int, protection: int, kind: int, fd: int, offset: int) -> int:

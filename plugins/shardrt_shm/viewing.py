@@ -9,10 +9,15 @@ written them (:meth:`Window.complete`).
 Note [Private pages]: files are mapped privately. Reading shows the owner's memory as it is at that moment; a page that
 this rank writes to becomes its own copy, which nobody else sees, and which no longer follows its owner until it is
 dropped (:meth:`Window.renew`). So a peer's memory cannot be written to, whatever code computes with a view.
+
+Note [Runs that linger]: a rank may drop a model when a peer still computes with a view of it, and memory that is given
+back reads as zeros. So a run that was shown outlives its view, until all these peers take part in a call for new views,
+or have ended: by then they have left whatever they were computing.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -20,10 +25,14 @@ import torch
 
 from shardrt_shm.arena import Place, process_arena
 from shardrt_shm.mapping import PAGE, Stretch, whole_pages
-from shardrt_shm.peers import Peer
+from shardrt_shm.peers import Peer, Process
 
-_MOST_MAPPINGS = 16_384
+_MOST_MAPPINGS = 24_576
 """Of all views of one call. The system allows each process some 65,000, of which the trainer needs some too."""
+_MAPPINGS_PER_RUN = 3
+"""Its pages, the page in which it ends, and its whole range, out of which the bytes of that page are copied."""
+_lingering: list[tuple[frozenset[Process], torch.Tensor]] = []
+"""See Note [Runs that linger]."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,6 +86,8 @@ class Window:
                     self._seams.append((begin, source))
         self.whole = self._stretch.memory[:nbytes].view(dtype)
         """All runs."""
+        others = frozenset(peer.process for peer in peers if peer is not None)
+        weakref.finalize(self, _lingering.append, (others, own)).atexit = False
 
     def complete(self) -> None:
         """Copy what lies in pages of two ranks."""
@@ -106,8 +117,9 @@ def view_runs(
         if place is not None:
             table[rank, index] = torch.tensor([place.offset, place.length, place.position])
     gather(table)
+    _let_go({peer.process for peer in peers.values()})
     told = [[None if row[0] < 0 else Place(*row) for row in rows] for rows in table.tolist()]
-    is_too_much = len(asked) * ranks > _MOST_MAPPINGS
+    is_too_much = len(asked) * ranks * _MAPPINGS_PER_RUN > _MOST_MAPPINGS
     made: list[Window | None] = []
     for index, (own, splits) in enumerate(asked):
         runs = None if is_too_much else _runs([rows[index] for rows in told], splits, own.element_size())
@@ -116,6 +128,13 @@ def view_runs(
     found = torch.tensor([one is not None for one in made], dtype=torch.int8)
     agree(found)
     return [one if everywhere else None for one, everywhere in zip(made, found.tolist(), strict=True)]
+
+
+def _let_go(met: set[Process]) -> None:
+    """These peers have come to this point. See Note [Runs that linger]."""
+    _lingering[:] = [
+        (readers, own) for readers, own in _lingering if any(one not in met and not one.has_ended for one in readers)
+    ]
 
 
 def _runs(places: Sequence[Place | None], splits: Sequence[int], itemsize: int) -> list[RunOfRank] | None:

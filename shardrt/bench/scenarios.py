@@ -76,7 +76,7 @@ _ALL = (
         title="Two hosts at 1 Gbit/s, 2 ranks",
         about="One rank on each of two emulated hosts with a slow network between them.",
         link="1gbit",
-        ours=((ZERO1, "sync"), (ZERO1, "interleaved"), *_MAIN, ("full_shard", "interleaved")),
+        ours=((ZERO1, "sync"), (ZERO1, "interleaved"), *_MAIN),
         peers=_MAIN_PEERS,
         minutes=3.0,
     ),

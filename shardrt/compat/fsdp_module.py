@@ -107,11 +107,8 @@ class FSDPModule(torch.nn.Module):
     def reshard(self) -> None:
         """Put this module's whole parameters away."""
         runner = self._sharded().runner
-        if runner is not None:
-            for unit in runner.params_of(self):
-                unit.put_away(lent_too=True)
-            if not runner.whole():
-                runner.end_leases()
+        for unit in [] if runner is None else runner.params_of(self):
+            unit.put_away(lent_too=True)
 
     def reset_iter_state(self) -> None:
         """Go on after an exception that ended a forward or backward: its gradients are dropped; every rank calls it."""

@@ -14,19 +14,6 @@ from typing import Any
 from shardrt.errors import ShardrtError
 
 
-def has_failed(output: Any) -> bool:
-    """Whether a hook that runs after a forward with this output runs because it has raised.
-
-    Such a forward has no output, and is being handled while the hook runs.
-
-    Example:
-        >>> from shardrt.sharding.first_error import has_failed
-        >>> has_failed(None)
-        False
-    """
-    return output is None and sys.exc_info()[0] is not None
-
-
 def quiet_after_failure(hook: Callable[..., None]) -> Callable[..., None]:
     """The same hook of a module's forward, whose own errors are dropped where that forward has raised.
 
@@ -46,11 +33,12 @@ def quiet_after_failure(hook: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(hook)
     def run(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        failed = has_failed(output)
+        # A forward that has raised has no output, and is being handled while this runs.
+        has_failed = output is None and sys.exc_info()[0] is not None
         try:
             hook(module, args, output)
         except ShardrtError:
-            if not failed:
+            if not has_failed:
                 raise
 
     return run

@@ -42,8 +42,7 @@ from shardrt.optim.followers import call_if_alive
 from shardrt.optim.sharded import ShardedOptimizer
 from shardrt.protocols import Communicator
 from shardrt.sharding.dividing import Parts, called_by_compiled
-from shardrt.sharding.first_error import has_failed, quiet_after_failure
-from shardrt.sharding.leases import Leases, show_where_they_are
+from shardrt.sharding.first_error import quiet_after_failure
 from shardrt.sharding.outstanding import Outstanding, UnitBackward
 from shardrt.sharding.prefetching import Ahead, Direction, Prefetch, RunningOrder
 from shardrt.sharding.shown import ShownShards
@@ -51,6 +50,7 @@ from shardrt.sharding.tensors import differentiable, when_gradients_come
 from shardrt.sharding.uncompiled import uncompiled
 from shardrt.sharding.unit_params import Reader, UnitParams
 from shardrt.sharding.units import Unit
+from shardrt.sharding.viewing import meet_before_update, show_where_they_are
 
 
 class UnitRunner:
@@ -99,7 +99,7 @@ class UnitRunner:
         # Weak: the optimizer's hooks on parameters live as long as these.
         optimizer.followers.rebuilding = partial(call_if_alive, weakref.WeakMethod(self.put_all_away))
         optimizer.followers.rebuilt = partial(call_if_alive, weakref.WeakMethod(self._take_over))
-        optimizer.followers.updating = partial(call_if_alive, weakref.WeakMethod(self.end_leases))
+        optimizer.followers.updating = partial(call_if_alive, weakref.WeakMethod(self._before_update))
         optimizer.followers.renewed = partial(call_if_alive, weakref.WeakMethod(self._renewed))
         optimizer.followers.gather = partial(call_if_alive, weakref.WeakMethod(self._take_part))
         self._handles = [
@@ -112,7 +112,6 @@ class UnitRunner:
 
     def _take_over(self, engine: BucketEngine) -> None:
         names = [unit.name for unit in self._units]
-        self._leases = leases = Leases(engine.gathers_with, can_tell=lambda: not self._is_joined())
         self.params = [
             UnitParams(
                 names,
@@ -121,7 +120,7 @@ class UnitRunner:
                 engine.gathers_with,
                 on_read=self._may_read,
                 on_gather=self._announce,
-                leases=leases,
+                copies=self._is_joined,
                 nearby=self._nearby,
             )
             for number, unit in enumerate(self._units)
@@ -132,7 +131,7 @@ class UnitRunner:
         ]
         self.put_all_away()
         optimizer = self._optimizer()
-        if optimizer is not None and not optimizer.updates_early and self._nearby is None:
+        if optimizer is not None and self._may_view(optimizer):
             show_where_they_are(engine.every_buffers(), engine.gathers_with)
         if self.shown is not None:
             self.shown.follow(engine)
@@ -225,12 +224,14 @@ class UnitRunner:
         here = [number for number, params in enumerate(self.params) if params.is_here or params.is_coming]
         return list(dict.fromkeys(self.params[self._parts.unit_of(number)].name for number in here))
 
-    def end_leases(self) -> None:
-        """Nothing computes here any more: see Note [Read and write]. Every rank calls it at the same point."""
+    def _may_view(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether whoever updates the shards waits for all that read them. See Note [Read and write]."""
+        return not optimizer.updates_early and self.shown is None and self._nearby is None
+
+    def _before_update(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is not None:
-            with optimizer.telling_peers():
-                self._leases.end()
+        if optimizer is not None and not self._is_joined():
+            meet_before_update(optimizer.engine)
 
     def _announce(self, number: int) -> None:
         """Where ranks have uneven inputs, those without are told of each gather. See :mod:`shardrt.joining`."""
@@ -307,13 +308,10 @@ class UnitRunner:
                     self._put_away(part)
             self._order.ended(number)
             if self._depth == 0:
-                failed = has_failed(output)
-                if not failed and not self._is_joined():
+                if not self._is_joined():
                     self._order.completed()
                 if not outputs:
                     self.put_all_away()
-                    if not failed:
-                        self.end_leases()
                 if self.shown is not None:
                     self.shown.show_shards()
 
@@ -430,7 +428,6 @@ class UnitRunner:
             for number, params in enumerate(self.params):
                 if number not in self._staying:
                     params.put_away(lent_too=True)
-            self.end_leases()
             if self.shown is not None:
                 self.shown.show_shards()
             return

@@ -15,9 +15,9 @@ and backward gathers among these few.
 
 Note [Gathered without a copy]: where ranks share memory, whole parameters are a view of all ranks' shards (see Note
 [Shown where they are]), and a gather is nothing but the numbers above: once all ranks have told theirs, all shards have
-the values that count. In exchange no rank may update its shards while another still reads them, which it tells when it
-is done (:class:`shardrt.sharding.leases.Leases`). Where ranks cannot tell that (those without inputs take part in
-gathers and compute nothing) all copy into the view, which from then on is memory of their own, until it is put away.
+the values that count. In exchange no rank may update its shards while another still reads them: see Note [Read and
+write]. Where inputs are uneven ranks step at other times than others compute: there all copy into the view, which from
+then on is memory of their own, until it is put away.
 
 Note [Lent parameters]: whoever reads a parameter outside its unit's forward may need it again in backward, where no
 hook tells when. So a unit that was gathered for such a reader stays until backward has ended.
@@ -35,7 +35,6 @@ from shardrt.errors import CommunicationError, HandshakeError, StateError
 from shardrt.optim.buffers import BucketBuffers
 from shardrt.optim.readers import KeptByModule, is_watched, let_read, watch_reads
 from shardrt.protocols import Communicator, Work
-from shardrt.sharding.leases import Leases
 
 Reader = Literal["around", "elsewhere", "outside"]
 """Who reads what is away: a module around it, see Note [Parts that follow]; another one; or nobody in the module."""
@@ -53,13 +52,13 @@ class UnitParams(KeptByModule):
         *,
         on_read: Callable[[int], Reader],
         on_gather: Callable[[int], None],
-        leases: Leases,
+        copies: Callable[[], bool] = lambda: False,
         nearby: Communicator | None = None,
     ) -> None:
         """``names`` are those of all units, of which this is the one with the ``number``.
 
         ``on_read`` is asked when somebody reads a parameter that is away: where that one is. ``on_gather`` is
-        told of each gather right before it. ``leases``: see Note [Gathered without a copy]. ``nearby`` are the ranks
+        told of each gather right before it. ``copies``: see Note [Gathered without a copy]. ``nearby`` are the ranks
         among which it stays between forward and backward.
         """
         self._names = [name or "root" for name in names]
@@ -72,7 +71,7 @@ class UnitParams(KeptByModule):
         self._mover = piece_mover(communicator)
         self._nearby = nearby
         self._near: list[torch.Tensor] | None = None
-        self._leases = leases
+        self._copies = copies
         self._is_copied = False
         """Whether what is here, or on its way, is a copy."""
         self._is_current = False
@@ -114,7 +113,7 @@ class UnitParams(KeptByModule):
                     _gather_nearby(one, kept, self._nearby) for one, kept in zip(self._buffers, near, strict=True)
                 ]
                 return
-            self._is_copied = not self._leases.can_tell()
+            self._is_copied = self._copies()
             self._works = [self._tell_number(self._communicator)] if self._buffers else []
             self._works += [self._gather(one) for one in self._buffers if not self._look(one)]
             self._is_current = True
@@ -126,7 +125,6 @@ class UnitParams(KeptByModule):
         one.obtain_params()  # of what is staged
         if not self._is_current:
             one.view.renew()
-        self._leases.take()
         return True
 
     def _gather(self, one: BucketBuffers) -> Work:
@@ -139,8 +137,6 @@ class UnitParams(KeptByModule):
     def bring(self) -> None:
         """Wait until they are here."""
         if self.is_here:
-            if not self._is_copied and any(one.view is not None for one in self._buffers):
-                self._leases.take()  # they have stayed since others were told that they are not read any more
             return
         self.start()
         works, self._works = self._works, None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import shardrt_shm.communicator
+import shardrt_shm.viewing
 import torch
 
 import shardrt
@@ -159,6 +161,97 @@ def train_late() -> dict[str, Any]:
         views, _ = views_of(opt)
         with rt.summon_full_params(model):
             return {"views": views, "difference": largest_difference(model.parameters(), twin.parameters())}
+
+
+class Slow(torch.nn.Module):
+    """Takes its time before it computes, and may raise afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(400, 400) for _ in range(4))
+        self.seconds = 0.0
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.raises:
+            raise ValueError("after the last layer")
+        return x
+
+
+def drop_early() -> float:
+    """The first rank drops the model while the last one still computes with it; how far its output is off."""
+    model, twin = twins(Slow)
+    x = torch.ones(2, 400)
+    gc.collect()
+    lingering = len(shardrt_shm.viewing._lingering)
+    with shardrt.Runtime(backend="shm", timeout=30) as rt:
+        model.seconds = LAG_SECONDS * (rt.rank == rt.world_size - 1)  # type: ignore[assignment]
+        model, opt = rt.shard(model, torch.optim.SGD, lr=0.1, strategy="full_shard", units=())
+        assert views_of(opt)[0] > 0
+        made = model(x).detach()
+        del model, opt
+        gc.collect()
+        difference = largest_difference([made], [twin(x)])
+        rt.told("round", None)
+        # Another model's views let go of the first one's shards.
+        again, opt = rt.shard(Slow(), torch.optim.SGD, lr=0.1, strategy="full_shard", sync_module_states=True)
+        again(x).sum().backward()
+        opt.step()
+        assert len(shardrt_shm.viewing._lingering) <= lingering
+        return difference
+
+
+def skip_backward() -> dict[str, Any]:
+    """One rank steps without a backward of its own, where nothing is gathered in backward; all take the others'."""
+    model, twin = twins(Slow)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    x = torch.ones(2, 400)
+    with shardrt.Runtime(backend="shm", bucket_mb=0.3, timeout=20) as rt:
+        model, opt = rt.shard(model, torch.optim.SGD, lr=0.5, strategy="full_shard", units=())
+        for _ in range(2):
+            loss = model(x).pow(2).mean()
+            if rt.rank:
+                loss.backward()
+            opt.step()
+            opt.zero_grad()
+            twin(x).pow(2).mean().div(rt.world_size).mul(rt.world_size - 1).backward()
+            plain.step()
+            plain.zero_grad()
+        with rt.summon_full_params(model):
+            return {
+                "views": views_of(opt)[0],
+                "difference": largest_difference(model.parameters(), twin.parameters()),
+            }
+
+
+def raise_in_evaluation() -> float:
+    """The first rank catches an error after its last unit, and all go on; how far the next output is off."""
+    model, twin = twins(Slow)
+    x = torch.ones(2, 400)
+    with shardrt.Runtime(backend="shm", timeout=20) as rt:
+        model, opt = rt.shard(model, torch.optim.SGD, lr=0.1, strategy="full_shard", units=torch.nn.Linear)
+        assert views_of(opt)[0] > 0
+        with torch.no_grad():
+            model.raises = rt.rank == 0  # type: ignore[assignment]
+            try:
+                model(x)
+            except ValueError:
+                model.raises = False  # type: ignore[assignment]
+            return largest_difference([model(x)], [twin(x)])
+
+
+def views_of_compat() -> int:
+    """Where the optimizer is the user's."""
+    from shardrt.compat import fully_shard
+
+    model = fully_shard(Slow())
+    model(torch.ones(2, 400)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    tree = model._sharded()
+    return views_of(tree.runner._optimizer())[0]
 
 
 def scribble() -> dict[str, Any]:

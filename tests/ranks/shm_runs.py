@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -120,6 +121,7 @@ def same_bits(dtype_name: str, shared: bool) -> list[str]:
 
 def memory_goes_back() -> dict[str, Any]:
     """Bytes of shared memory that this process holds, before, with and after tensors and communicators."""
+    gc.collect()  # what other tests have left goes now, and not in between
     before = process_arena().taken
     with both() as (shm, _):
         with_areas = process_arena().taken

@@ -47,3 +47,21 @@ def test_ranks_with_uneven_inputs_copy(ranks: RankPool) -> None:
     options = {"batches": [0, 3], "parts": 2, "evaluates": True, "schedule": "bucket"}
     for found in ranks.run(shard_views.train_uneven, ranks=2, **options):
         assert found["difference"] <= 2e-5 and found["steps"] == 7
+
+
+def test_a_model_may_be_dropped_while_another_rank_computes_with_it(ranks: RankPool) -> None:
+    assert ranks.run(shard_views.drop_early, ranks=2) == [0.0, 0.0]
+
+
+def test_a_rank_may_step_without_a_backward_of_its_own(ranks: RankPool) -> None:
+    for found in ranks.run(shard_views.skip_backward, ranks=2):
+        assert found["views"] > 0
+        assert found["difference"] <= ROUNDING
+
+
+def test_evaluation_goes_on_after_an_error_of_one_rank(ranks: RankPool) -> None:
+    assert ranks.run(shard_views.raise_in_evaluation, ranks=2) == [0.0, 0.0]
+
+
+def test_shards_that_an_optimizer_of_torchs_steps_are_copied(ranks: RankPool) -> None:
+    assert ranks.run(shard_views.views_of_compat, ranks=2, init="gloo") == [0, 0]
