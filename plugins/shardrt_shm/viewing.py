@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import attrs
 import torch
 
+from shardrt.errors import CommunicationError
 from shardrt_shm.arena import Place, process_arena
 from shardrt_shm.mapping import PAGE, Stretch, whole_pages
 from shardrt_shm.peers import Peer, Process
@@ -66,6 +67,7 @@ class Window:
         self, own: torch.Tensor, runs: Sequence[RunOfRank], peers: Sequence[Peer | None], dtype: torch.dtype
     ) -> None:
         """``own`` is this rank's run, whose place in ``peers`` is None."""
+        self._rank = peers.index(None)
         nbytes = runs[-1].start + runs[-1].nbytes
         self._stretch = Stretch(whole_pages(nbytes))
         self._seams: list[tuple[int, torch.Tensor]] = []
@@ -96,7 +98,13 @@ class Window:
 
     def renew(self) -> None:
         """See Note [Private pages]."""
-        self._stretch.drop()
+        try:
+            self._stretch.drop()
+        except OSError as error:
+            raise CommunicationError(
+                f"rank {self._rank}: a view of {self.whole.nbytes} bytes of shared memory cannot be renewed: {error}; "
+                "memory that is locked (mlockall) cannot, so do not lock it, or choose backend='gloo'"
+            ) from error
 
 
 def view_runs(
