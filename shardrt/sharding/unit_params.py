@@ -123,8 +123,8 @@ class UnitParams(KeptByModule):
         if one.view is None or self._is_copied:
             return False
         one.obtain_params()  # of what is staged
-        if not self._is_current:
-            one.view.renew()
+        if not self._is_current or torch._C._current_graph_task_id() == -1:
+            one.view.renew()  # not for a backward: nothing has changed since its forward
         return True
 
     def _gather(self, one: BucketBuffers) -> Work:

@@ -259,11 +259,12 @@ def scribble() -> dict[str, Any]:
     model, twin = twins(lambda: torch.nn.Sequential(Scribbling(300, 300)))
     x = torch.ones(2, 300)
     with shardrt.Runtime(backend="shm", timeout=30) as rt:
-        model, opt = rt.shard(model, torch.optim.SGD, lr=0.1, strategy="full_shard", units=torch.nn.Linear)
+        goes = {"reshard_after_forward": True, "units": torch.nn.Linear}
+        model, opt = rt.shard(model, torch.optim.SGD, lr=0.1, strategy="full_shard", **goes)
         differences = []
-        for scribbles in (True, False):
+        for scribbles, with_grad in ((True, False), (True, True), (False, True), (False, False)):
             model[0].scribbles = scribbles and rt.rank == 0  # type: ignore[index]
-            with torch.no_grad():
+            with torch.set_grad_enabled(with_grad):  # and no backward
                 differences.append(largest_difference([model(x)], [twin(x)]))
                 rt.told("round", scribbles)  # so that what was written could be seen
         return {"views": views_of(opt)[0], "differences": differences}
