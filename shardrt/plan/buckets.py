@@ -1,4 +1,10 @@
-"""Parameters whose bytes travel together, laid out so that each rank's part is one contiguous run."""
+"""Parameters whose bytes travel together, laid out so that each rank's part is one contiguous run.
+
+Note [Modules stay together]: a module's parameters get their gradients in one go, and forward reads them in one go. A
+bucket that ends with the bias of a layer whose weight no longer fitted would wait for that layer's whole backward, and
+the layer's forward for both buckets. So what is small and belongs to the module of the parameter that did not fit goes
+with it. It may be no larger than that parameter: a module of very many is cut where the bucket is full.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +83,8 @@ def group_for_travel(params: Sequence[ParamSpec], bucket_bytes: int | None) -> l
     """Parameters grouped into buckets: one dtype each, at most ``bucket_bytes`` unless one parameter alone is larger.
 
     Groups come in the order in which backward fills them, the last parameters first; inside a group parameters keep
-    their order. ``None`` makes one group per dtype. Bucket-wise partitioners and :func:`build_buckets` share this
-    rule, so that their groups coincide.
+    their order. A group ends between modules where it can: see Note [Modules stay together]. ``None`` makes one group
+    per dtype. Bucket-wise partitioners and :func:`build_buckets` share this rule, so that their groups coincide.
 
     Example:
         >>> from shardrt import ParamSpec
@@ -86,19 +92,41 @@ def group_for_travel(params: Sequence[ParamSpec], bucket_bytes: int | None) -> l
         >>> params = [ParamSpec(name=name, shape=(4,), dtype="float32") for name in "abc"]
         >>> [[spec.name for spec in group] for group in group_for_travel(params, bucket_bytes=32)]
         [['b', 'c'], ['a']]
+        >>> sizes = {"up.weight": 6, "up.bias": 1, "down.weight": 6, "down.bias": 1}
+        >>> params = [ParamSpec(name=name, shape=(size,), dtype="float32") for name, size in sizes.items()]
+        >>> [[spec.name for spec in group] for group in group_for_travel(params, bucket_bytes=32)]
+        [['down.weight', 'down.bias'], ['up.weight', 'up.bias']]
     """
     groups: list[list[ParamSpec]] = []
     open_groups: dict[str, tuple[list[ParamSpec], int]] = {}
     for spec in reversed(params):
         group, size = open_groups.get(spec.dtype, ([], 0))
         if not group or (bucket_bytes is not None and size + spec.nbytes > bucket_bytes):
-            group, size = [], 0
+            group = [] if bucket_bytes is None else _taken_along(group, spec, bucket_bytes)
+            size = sum(one.nbytes for one in group)
             groups.append(group)
         group.append(spec)
         open_groups[spec.dtype] = (group, size + spec.nbytes)
     for group in groups:
         group.reverse()
     return groups
+
+
+def _taken_along(full: list[ParamSpec], spec: ParamSpec, bucket_bytes: int) -> list[ParamSpec]:
+    """Take out of a full group what goes with the parameter that no longer fits. See Note [Modules stay together]."""
+    module = spec.name.rpartition(".")[0]
+    room = spec.nbytes if spec.nbytes > bucket_bytes else min(spec.nbytes, bucket_bytes - spec.nbytes)
+    first, size = len(full), 0
+    while module and first and full[first - 1].name.rpartition(".")[0] == module:
+        size += full[first - 1].nbytes
+        if size > room:
+            break
+        first -= 1
+    if not first:  # else nothing would be left
+        return []
+    taken = full[first:]
+    del full[first:]
+    return taken
 
 
 def build_buckets(
