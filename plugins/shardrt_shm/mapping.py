@@ -2,6 +2,11 @@
 
 Python's own mmap keeps a file handle for each range and warns about tensors that cannot be written; libc's does
 neither.
+
+Note [Written pages]: a page of a file that is mapped privately becomes memory of this process when it is written to.
+Dropping such pages drops the others too, and each of these costs a fault when it is read again. But most of the time
+nothing was written, and the system tells: for each page of a process ``/proc/self/pagemap`` has eight bytes, whose
+highest bits say whether it is in memory, whether it was swapped out, and whether it is a file's.
 """
 
 from __future__ import annotations
@@ -11,8 +16,10 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 PAGE = mmap.PAGESIZE
@@ -28,6 +35,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _FAILED = ctypes.c_void_p(-1).value
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_PAGE_MAP = Path("/proc/self/pagemap")
 _FIXED, _NO_RESERVE = 0x10, 0x4000
 """Of mmap: at just this address, in place of what is there; memory is for what is written only. Python lacks both."""
 
@@ -77,6 +85,8 @@ class Stretch:
         kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._address = _mapped(None, length, mmap.PROT_READ | mmap.PROT_WRITE, kind, -1, 0)
         self._length = length
+        self._shows_file = np.zeros(whole_pages(length) // PAGE, dtype=bool)
+        """By page."""
         self.memory = _as_tensor(self._address, length, None)
         """All of it, as bytes."""
 
@@ -85,16 +95,32 @@ class Stretch:
         assert 0 <= begin <= begin + length <= self._length
         kind = mmap.MAP_PRIVATE | _NO_RESERVE | _FIXED
         _mapped(self._address + begin, length, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, offset)
+        self._shows_file[begin // PAGE : (begin + length) // PAGE] = True
 
     def put(self, begin: int, source: torch.Tensor) -> None:
         """Copy bytes to a place."""
         ctypes.memmove(self._address + begin, source.data_ptr(), source.nbytes)
 
     def drop(self) -> None:
-        """Forget what was written here: files show what they hold, the rest is zero."""
-        if _libc.madvise(self._address, self._length, mmap.MADV_DONTNEED):
+        """Forget what was written to pages of files: they show what these hold. Other pages may become zero."""
+        if self._is_written() and _libc.madvise(self._address, self._length, mmap.MADV_DONTNEED):
             code = ctypes.get_errno()
             raise OSError(code, f"{os.strerror(code)}, dropping what was written to {self._length} bytes")
+
+    def _is_written(self) -> bool:
+        """Whether a page of a file may have been written to. See Note [Written pages]."""
+        try:
+            with _PAGE_MAP.open("rb", buffering=0) as pages:
+                pages.seek(self._address // PAGE * 8)
+                told = pages.read(self._shows_file.nbytes * 8)
+        except OSError:
+            return True
+        if len(told) != self._shows_file.nbytes * 8:
+            return True
+        state = (np.frombuffer(told, dtype=np.uint64) >> np.uint64(61))[self._shows_file]
+        is_there, is_file = state > 1, state % 2 == 1
+        # Where no page is there at all the answer may be nobody's, and there is little to drop.
+        return not is_there.any() or bool((is_there & ~is_file).any())
 
 
 def _mapped(at: int | None, length: int, protection: int, kind: int, fd: int, offset: int) -> int:
