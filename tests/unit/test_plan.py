@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,48 @@ class TestBuckets:
         assert [bucket.params for bucket in buckets] == [("head", "scale", "empty"), ("norm",), ("embed",)]
         assert buckets[0].splits == (300, 101, 0)
         assert (buckets[1].nbytes, buckets[2].nbytes) == (16, 1600)
+
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [
+            ({"up.weight": 60, "up.bias": 4, "down.weight": 60, "down.bias": 4}, [["down.*"], ["up.*"]]),
+            # Several small ones of the module that follows, and a module inside it, which is another.
+            ({"a.w": 60, "a.x": 3, "a.y": 3, "b.w": 60}, [["b.w"], ["a.w", "a.x", "a.y"]]),
+            ({"a.w": 60, "a.in.x": 3, "b.w": 60}, [["a.in.x", "b.w"], ["a.w"]]),
+            # Larger than the parameter that does not fit: a module of very many is cut where the bucket is full.
+            ({"a.0": 30, "a.1": 30, "a.2": 30, "b.0": 30}, [["a.2", "b.0"], ["a.0", "a.1"]]),
+            ({"a.0": 40, "a.1": 10, "b.0": 60}, [["b.0"], ["a.0", "a.1"]]),
+            ({"a.0": 90, "a.1": 15, "b.0": 60}, [["a.1", "b.0"], ["a.0"]]),  # together they would be too large
+            ({"a.0": 200, "a.1": 50, "b.0": 30}, [["b.0"], ["a.0", "a.1"]]),  # which they are anyway
+            ({"a.0": 60, "a.1": 60}, [["a.1"], ["a.0"]]),  # nothing would be left
+            ({"w": 60, "b": 4, "v": 60}, [["b", "v"], ["w"]]),  # of no module
+        ],
+    )
+    def test_end_between_modules(self, sizes: dict[str, int], expected: list[list[str]]) -> None:
+        groups = group_for_travel([spec(name, size) for name, size in sizes.items()], 400)
+        wanted = [[name for name in sizes for one in group if fnmatch(name, one)] for group in expected]
+        assert [[param.name for param in group] for group in groups] == wanted
+
+    @given(
+        st.lists(
+            st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.sampled_from(["float32", "int8"])), max_size=30
+        ),
+        st.integers(1, 200),
+    )
+    def test_any_parameters_keep_their_order_and_fit(self, drawn: list[tuple[str, int, str]], limit: int) -> None:
+        params = [
+            ParamSpec(name=f"{module}.{index}", shape=(size,), dtype=dtype)
+            for index, (module, size, dtype) in enumerate(drawn)
+        ]
+        groups = group_for_travel(params, limit)
+        assert all(group and len({param.dtype for param in group}) == 1 for group in groups)
+        for dtype in ("float32", "int8"):
+            travelling = [param for group in reversed(groups) for param in group if param.dtype == dtype]
+            assert travelling == [param for param in params if param.dtype == dtype]
+        for group in groups:
+            sizes = [param.nbytes for param in group]
+            # What goes with one parameter that is too large alone is no larger than it.
+            assert sum(sizes) <= limit or (max(sizes) > limit and sum(sizes) <= 2 * max(sizes))
 
     def test_none_makes_one_per_dtype(self) -> None:
         assert [bucket.dtype for bucket in build_buckets(PARAMS, PARTITION)] == ["float32", "bfloat16"]
