@@ -44,7 +44,7 @@ from shardrt.optim.kept import note_kept_apart
 from shardrt.optim.params import NamedParam
 from shardrt.optim.readers import is_watched
 from shardrt.optim.residence import OWN_PRECISION, RESIDENT, Precision, Residence
-from shardrt.optim.slots import Slot, check_unchanged, may_move, owns_storage, shaped, slots_of
+from shardrt.optim.slots import Slot, check_unchanged, may_move, shaped, slots_of
 from shardrt.plan import Bucket, Shard
 from shardrt.protocols import RunView
 
@@ -91,7 +91,7 @@ class BucketBuffers:
         for slot in self.slots:
             self._settle(slot)
         self.staged = [slot for slot in self.slots if slot.home is None]
-        if not residence.params and all(is_watched(slot.param.tensor) for slot in self.slots):
+        if not residence.params:
             self.give_back_params()
         self.gradients: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
@@ -130,11 +130,10 @@ class BucketBuffers:
 
     def _settle(self, slot: Slot) -> None:
         tensor = slot.param.tensor
-        if is_watched(tensor):  # its values are in shards only, which are put in place by whoever has them
+        if not self.residence.params or is_watched(tensor):
             self._settle_away(slot)
             return
-        if self.params.dtype != tensor.dtype or (not self.residence.params and not owns_storage(tensor)):
-            # Memory that can go without taking anything else with it, in the dtype that is computed with.
+        if self.params.dtype != tensor.dtype:
             tensor.data = tensor.detach().to(self.params.dtype, copy=True)
         if slot.in_one_piece and may_move(tensor, cut=len(slot.offsets) > 1):
             home = shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True)
@@ -144,12 +143,15 @@ class BucketBuffers:
             self._load(slot)
 
     def _settle_away(self, slot: Slot) -> None:
+        """Its values are in shards only, which are put in place by whoever has them: it gets a place without any, and
+        what it had goes before the next bucket is made."""
         with torch._C.DisableTorchFunctionSubclass():
             tensor = slot.param.tensor
-            if slot.in_one_piece and (tensor.is_contiguous() or len(slot.offsets) == 1):
-                slot.move_to(shaped(self.params, slot.offsets[0][0], tensor, keep_strides=True))
+            like = torch.empty_like(tensor.detach(), dtype=self.params.dtype, device="meta")
+            if slot.in_one_piece and (like.is_contiguous() or len(slot.offsets) == 1):
+                slot.move_to(shaped(self.params, slot.offsets[0][0], like, keep_strides=True))
             else:
-                tensor.data = torch.empty_like(tensor.detach())
+                tensor.data = torch.empty_like(like, device=self.params.device)
 
     @property
     def reduces_in_place(self) -> bool:

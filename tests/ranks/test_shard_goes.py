@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shardrt
+from shardrt.bench.allocations import counted_allocations
 from shardrt.errors import StateError
 from shardrt.testing import RankPool
 from tests.ranks.sharded_twins import EVERY_STRATEGY, options_of
@@ -62,3 +63,25 @@ def test_a_parameter_that_outlives_its_module_is_not_read_as_nothing(ranks: Rank
             "is gone" in said or "summon_full_params" in said
         )  # whether other things keep the module is theirs to say
         assert shape == "(4, 4)"
+
+
+LAYERS, WIDTH = 12, 256
+
+
+def shard_counted(strategy: str) -> tuple[float, float]:
+    """The most that is held while a model is sharded, and what is held afterwards, in whole models."""
+    with shardrt.Runtime(backend="gloo", timeout=30) as rt, counted_allocations() as counted:
+        before = counted.begin()
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        nbytes = sum(param.nbytes for param in model.parameters())
+        model, opt = rt.shard(model, torch.optim.AdamW, lr=0.1, units=torch.nn.Linear, strategy=strategy)
+        found = (counted.peak - before) / nbytes, (counted.live - before) / nbytes
+        del model, opt
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_sharding_holds_the_model_once_and_each_shard_twice(ranks: RankPool, count: int) -> None:
+    for peak, rest in ranks.run(shard_counted, ranks=count, strategy="full_shard"):
+        assert peak < 1 + 2 / count + 2 / LAYERS  # and no other copy of the model
+        assert rest < 2 / count + 0.05  # parameters, and room for their gradients
