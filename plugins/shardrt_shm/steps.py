@@ -34,6 +34,10 @@ just the one who wants it, and nobody need be woken. Where nobody wants it this 
 _MASK = 0xFFFF_FFFF
 
 
+def _nobody_is_told() -> None:
+    pass
+
+
 def _reached(value: int, target: int) -> bool:
     return (value - target) & _MASK < 0x8000_0000
 
@@ -129,6 +133,7 @@ class Steps:
 
     def close(self) -> None:
         """Say that this rank takes part in nothing any more, and wake whoever waits for it."""
+        self._progress = _nobody_is_told  # this outlives the communicator: see Note [Parting] in joining
         self._own.state.value = CLOSED
         for word in (self._own.ready, self._own.done):
             futex.wake(ctypes.addressof(word))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from shardrt_gloo.communicator import GlooCommunicator
 from shardrt_gloo.opening import open_communicator
+from shardrt_shm import joining
 from shardrt_shm.arena import process_arena
 from shardrt_shm.communicator import ShmCommunicator
 
@@ -191,3 +194,20 @@ def begun_by_callers() -> dict[str, int]:
         shm._ended -= 1  # as if that one had not ended
         shm.all_reduce(torch.ones(8)).wait()
     return found
+
+
+def close_before_a_late_reader() -> dict[str, Any]:
+    """The first rank closes its runtime while the second has not read what it sent: what is left of it meanwhile."""
+    rt = shardrt.Runtime(backend="shm", timeout=30)
+    communicator = rt.open_communicator({"float32"})
+    assert communicator is not None
+    sent = torch.full((4,), float(rt.rank))
+    if rt.rank:
+        time.sleep(2.0)
+    communicator.broadcast(sent, source=0).wait()
+    rank, gone = rt.rank, weakref.ref(rt)
+    rt.close()
+    waits = len(joining._parted)
+    del communicator, rt
+    gc.collect()
+    return {"rank": rank, "waits": waits > 0, "kept": gone() is not None, "read": sent.tolist()}

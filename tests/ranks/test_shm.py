@@ -28,6 +28,12 @@ def test_memory_goes_back_with_the_last_tensor_and_the_communicator(ranks: RankP
         assert found["refused"] and found["again"] == 0
 
 
+def test_a_runtime_is_gone_though_a_peer_still_reads(ranks: RankPool) -> None:
+    first, second = ranks.run(shm_runs.close_before_a_late_reader, ranks=2, init="gloo")
+    assert first["waits"] and not first["kept"]  # what the peer reads stays, and nothing else
+    assert second["read"] == [0.0] * 4 and not second["kept"]
+
+
 def test_peers_hear_of_an_operation_before_its_thread_is_woken(ranks: RankPool) -> None:
     for found in ranks.run(shm_runs.begun_by_callers, ranks=3, init="gloo"):
         # Counted as ready by the time it is queued: one slot, all steps of what lies in shared memory, a barrier.
