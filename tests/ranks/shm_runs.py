@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from shardrt_gloo.opening import open_communicator
 from shardrt_shm import joining
 from shardrt_shm.arena import process_arena
 from shardrt_shm.communicator import ShmCommunicator
+from shardrt_shm.steps import Steps
 
 import shardrt
 from shardrt import Group
@@ -197,14 +199,20 @@ def begun_by_callers() -> dict[str, int]:
 
 
 def close_before_a_late_reader() -> dict[str, Any]:
-    """The first rank closes its runtime while the second has not read what it sent: what is left of it meanwhile."""
+    """The first rank closes its runtime while the second still reads what it sent: what is left of it meanwhile."""
     rt = shardrt.Runtime(backend="shm", timeout=30)
     communicator = rt.open_communicator({"float32"})
     assert communicator is not None
     sent = torch.full((4,), float(rt.rank))
-    if rt.rank:
-        time.sleep(2.0)
-    communicator.broadcast(sent, source=0).wait()
+    count = Steps._count
+
+    def count_late(steps: Steps, word: Any, value: int) -> None:
+        if word is steps._own.done:
+            time.sleep(2.0)
+        count(steps, word, value)
+
+    with mock.patch.object(Steps, "_count", count_late if rt.rank else count):
+        communicator.broadcast(sent, source=0).wait()
     rank, gone = rt.rank, weakref.ref(rt)
     rt.close()
     waits = len(joining._parted)
