@@ -115,12 +115,17 @@ class BucketBuffers:
     def look_through(self, view: RunView) -> None:
         """From now on whole parameters are this view. They must be away. See Note [Shown where they are]."""
         self.view = view
-        self.params = view.whole
-        self._own_run = self.params[self.own_start : self.own_start + self.run]
         with torch._C.DisableTorchFunctionSubclass():
-            for slot in self.slots:
-                if slot.home is not None:
-                    slot.move_to(shaped(self.params, slot.offsets[0][0], slot.home, keep_strides=True), shows=True)
+            self._live_in(view.whole)
+
+    def _live_in(self, memory: torch.Tensor) -> None:
+        """Whole parameters are in this memory from now on. What they had counts no more."""
+        self.params = memory
+        self._own_run = memory[self.own_start : self.own_start + self.run]
+        for slot in self.slots:
+            if slot.home is not None:
+                home = shaped(memory, slot.offsets[0][0], slot.home, keep_strides=True)
+                slot.move_to(home, shows=self.view is not None)
 
     def _lasting(
         self, numel: int, dtype: torch.dtype, where: Mapping[str, Any], *, shares: bool = True
@@ -227,9 +232,27 @@ class BucketBuffers:
             self.shard.copy_(self._own_run)
 
     def give_back_params(self) -> None:
-        """The whole parameters are needed no more: only this rank's run stays."""
-        for memory in self._whole_memory():
-            _give_back(memory)
+        """The whole parameters are needed no more: only this rank's run stays.
+
+        One whose data was replaced meanwhile (``p.data = ...`` in a forward) is a view of the bucket again.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in self.slots:
+                tensor = slot.param.tensor
+                if slot.home is not None and tensor.data_ptr() != slot.home.data_ptr():
+                    tensor.data = slot.home
+            if not all(memory.untyped_storage().resizable() for memory in self._whole_memory()):
+                self._leave_memory()
+            for memory in self._whole_memory():
+                memory.untyped_storage().resize_(0)
+
+    def _leave_memory(self) -> None:
+        """Memory that NumPy or another process has seen cannot be given back by us: it goes when they are done with it,
+        and the whole parameters get other memory."""
+        if self.view is None:
+            self._live_in(torch.empty_like(self.params))
+        for slot in self.staged:
+            slot.param.tensor.data = torch.empty_like(slot.param.tensor.detach())
 
     def obtain_params(self) -> None:
         """Memory for the whole parameters, to be gathered."""
@@ -279,10 +302,6 @@ def resting_memory(device: torch.device, residence: Residence) -> dict[str, Any]
         return {"device": device}
     pinned = {"pin_memory": True} if residence.pins and device.type != "cpu" else {}
     return {"device": torch.device("cpu"), **pinned}
-
-
-def _give_back(memory: torch.Tensor) -> None:
-    memory.untyped_storage().resize_(0)
 
 
 def _obtain(memory: torch.Tensor) -> None:

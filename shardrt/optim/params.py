@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from shardrt.errors import ConfigError, UnsupportedError
+from shardrt.optim.readers import KeptByModule, watched_by
 from shardrt.plan import ITEM_SIZES, ParamSpec, Shard
 
 
@@ -170,6 +171,10 @@ def _entries(entries: Iterable[Any]) -> Iterator[tuple[str | None, torch.Tensor]
 
 def _check_tensor(name: str | None, tensor: torch.Tensor, *, deferred: bool) -> None:
     called = f"parameter {name!r}" if name else "a parameter"
+    if isinstance(watched_by(tensor), KeptByModule):
+        raise ConfigError(
+            f"{called} is of a module that is sharded; step the optimizer that came with it: model, opt = rt.shard(...)"
+        )
     if torch.nn.parameter.is_lazy(tensor):
         raise UnsupportedError(f"{called} has no shape yet; run a lazy module once before you build its optimizer")
     if tensor.layout is not torch.strided:

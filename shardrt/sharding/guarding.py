@@ -72,10 +72,11 @@ def _applying(unit: Unit) -> Callable[..., torch.nn.Module]:
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             changed = change(probe)
             if (changed.dtype, changed.device) != (param.dtype, param.device) or changed.is_shared():  # type: ignore[no-untyped-call]
+                where = "in shared memory" if changed.is_shared() else f"on {changed.device}"  # type: ignore[no-untyped-call]
                 raise UnsupportedError(
-                    f"parameter {name!r} of a sharded module cannot become {changed.dtype} on {changed.device}: its "
-                    "values are divided among the ranks; call .to(...) before it is sharded, or shard it with mixed "
-                    "precision"
+                    f"parameter {name!r} of a sharded module cannot become {changed.dtype} {where}: its values are "
+                    "divided among the ranks; call .to(...) before it is sharded, or shard it with "
+                    "mixed precision"
                 )
         for inner in module.modules() if recurse else [module]:
             for name, buffer in inner._buffers.items():

@@ -141,6 +141,7 @@ def refusals() -> list[str]:
         model, opt = rt.shard(Net(), torch.optim.SGD, lr=0.1)
         for attempt in (
             lambda: rt.shard(model, torch.optim.SGD, lr=0.1),
+            lambda: rt.optimizer(model.named_parameters(), torch.optim.SGD, lr=0.1),
             lambda: opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
         ):
             try:
@@ -163,6 +164,7 @@ def test_what_cannot_be_is_refused_with_what_can(ranks: RankPool) -> None:
                 "divide_units='yes' is not possible; give True or False",
                 "greedy",
                 "sharded already",
+                "step the optimizer that came with it",
                 "build the whole module first",
             ),
             strict=True,
