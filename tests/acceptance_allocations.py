@@ -137,7 +137,7 @@ def allocations(pool: RankPool) -> bool:
             *(f"{value:,.0f}" for value in (*totals, *beyond)),
             f"{grown:.3f}",
             f"{gathered:.3f}" if gathered else "",
-            "yes" if none else "NO",
+            ("all but gathers" if gathered > LIMIT else "yes") if none else "NO",
         )
         if not none:
             culprits.append(way)
