@@ -89,7 +89,7 @@ def build_optimizer(
         if runtime.world_size == 1 and precision is own_precision and not residence.offload:
             return LoneOptimizer(runtime, planner, plan, groups, defaults)
         _retire_others(runtime, named)
-        return ShardedOptimizer(
+        made = ShardedOptimizer(
             runtime,
             planner,
             plan,
@@ -102,6 +102,9 @@ def build_optimizer(
             precision=precision,
             shards=shards,
         )
+    with runtime.agreeing("buckets made"):
+        made.make_buckets()
+    return made
 
 
 def _retire_others(runtime: Runtime, params: Sequence[NamedParam]) -> None:

@@ -99,6 +99,9 @@ class ShardedOptimizer(FreezingOptimizer):
         super().__init__([group.as_torch() for group in groups], dict(self._local.inner.defaults))
         for index, group in enumerate(self.param_groups):
             group.update(self._local.options(index))
+
+    def make_buckets(self) -> None:
+        """Let parameters live in buckets: when all ranks have come this far, since whole ones may go with it."""
         self._build_engine()
         self._initial_shards = {}
 

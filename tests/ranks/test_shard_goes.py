@@ -85,3 +85,27 @@ def test_sharding_holds_the_model_once_and_each_shard_twice(ranks: RankPool, cou
     for peak, rest in ranks.run(shard_counted, ranks=count, strategy="full_shard"):
         assert peak < 1 + 2 / count + 2 / LAYERS  # and no other copy of the model
         assert rest < 2 / count + 0.05  # parameters, and room for their gradients
+
+
+class FailsOnOne(torch.optim.SGD):
+    """An optimizer that one rank cannot make."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("not here")
+
+
+def shard_in_vain() -> tuple[str, float]:
+    model = torch.nn.Linear(64, 64)
+    torch.nn.init.constant_(model.weight, 2.0)
+    with shardrt.Runtime(backend="gloo", timeout=30) as rt:
+        try:
+            rt.shard(model, FailsOnOne, lr=0.1, strategy="full_shard", elementwise=True)
+        except Exception as error:
+            return type(error).__name__, model.weight.mean().item()
+    return "sharded", 0.0
+
+
+def test_a_model_is_whole_where_another_rank_could_not_shard_it(ranks: RankPool) -> None:
+    assert ranks.run(shard_in_vain, ranks=2, init="gloo") == [("PeerError", 2.0), ("ValueError", 2.0)]
